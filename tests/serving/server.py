@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Servers for tests: a patched SGLang in a process group of its own, on a free loopback port."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections import OrderedDict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import openai
+
+START_TIMEOUT_SECONDS = 240.0
+STOP_TIMEOUT_SECONDS = 30.0
+LOG_TAIL_LINES = 60
+
+
+@dataclass(frozen=True)
+class ModelPair:
+    """A target model and the DFlash drafter trained for it, as directories."""
+
+    target: Path
+    draft: Path
+
+    def arguments(self, algorithm: str | None) -> tuple[str, ...]:
+        """Server arguments for `algorithm` (DDTREE, DFLASH), or for plain decoding when it is None."""
+        model = ("--model-path", str(self.target))
+        if algorithm is None:
+            return model
+        return (*model, "--speculative-algorithm", algorithm, "--speculative-draft-model-path", str(self.draft))
+
+
+class ServerFailed(AssertionError):
+    """The server ended, or was not ready in time; the message carries the end of its log."""
+
+
+class Server:
+    """One running server. Start it with `with Server(log, *arguments)` or through the `serve` fixture.
+
+    Args:
+        log: file that receives the output of all its processes.
+        arguments: SGLang's own; host and port are added.
+        environment: variables set on top of the tests' own.
+    """
+
+    def __init__(self, log: Path, *arguments: str, environment: dict[str, str] | None = None) -> None:
+        self.log = log
+        self.arguments = arguments
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._environment = environment or {}
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.stop()
+
+    @property
+    def running(self) -> bool:
+        """Whether the server's main process is alive."""
+        return self._process is not None and self._process.poll() is None
+
+    def start(self, timeout: float = START_TIMEOUT_SECONDS) -> None:
+        """Starts the server and returns when it answers; raises `ServerFailed` if it ends or takes too long."""
+        deadline = time.monotonic() + timeout
+        self._spawn()
+        try:
+            while not self._healthy():
+                if not self.running:
+                    raise ServerFailed(
+                        f"server: expected it to start, it ended with {self._exit_status()}\n{self.tail()}"
+                    )
+                if time.monotonic() > deadline:
+                    raise ServerFailed(f"server: expected an answer within {timeout:.0f} s, got none\n{self.tail()}")
+                time.sleep(0.25)
+        except BaseException:
+            self.stop()
+            raise
+
+    def run_to_exit(self, timeout: float = START_TIMEOUT_SECONDS) -> int:
+        """Starts a server that is expected to refuse, and returns its exit status; the output is in `log`."""
+        self._spawn()
+        assert self._process is not None
+        try:
+            return self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            raise ServerFailed(f"server: expected it to refuse, it still runs\n{self.tail()}") from None
+        finally:
+            self.stop()
+
+    def stop(self) -> None:
+        """Ends the server's whole process group: politely, then by force."""
+        if self._process is None:
+            return
+        process, self._process = self._process, None
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(STOP_TIMEOUT_SECONDS)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+    def client(self, timeout: float = 120.0) -> openai.OpenAI:
+        """An OpenAI client that never retries, so that a failed request fails the test."""
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="unused", timeout=timeout, max_retries=0)
+
+    def output(self) -> str:
+        """Everything that the server has written so far."""
+        return self.log.read_text(errors="replace") if self.log.exists() else ""
+
+    def tail(self, lines: int = LOG_TAIL_LINES) -> str:
+        """The last lines of the server's output."""
+        return "\n".join(self.output().splitlines()[-lines:])
+
+    def _spawn(self) -> None:
+        command = [sys.executable, "-m", "sglang.launch_server", "--host", "127.0.0.1", "--port", str(self.port)]
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [*command, *self.arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **self._environment},
+                start_new_session=True,
+            )
+
+    def _exit_status(self) -> int | None:
+        return None if self._process is None else self._process.returncode
+
+    def _healthy(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=30) as response:
+                return response.status == 200
+        except (urllib.error.URLError, OSError):
+            return False
+
+
+class ServerPool:
+    """Keeps servers alive between tests, so that those with equal arguments share one.
+
+    Args:
+        logs: directory for the servers' logs.
+        limit: most servers alive at once (each holds about 3 GB); the one asked for least recently is stopped.
+    """
+
+    def __init__(self, logs: Path, limit: int = 2) -> None:
+        self._logs = logs
+        self._limit = limit
+        self._servers: OrderedDict[tuple[Any, ...], Server] = OrderedDict()
+        self._started = 0
+
+    def get(self, *arguments: str, environment: dict[str, str] | None = None) -> Server:
+        """A running server with these arguments: one that is alive already, or a new one."""
+        key = (arguments, tuple(sorted((environment or {}).items())))
+        server = self._servers.pop(key, None)
+        if server is None or not server.running:
+            while len(self._servers) >= self._limit:
+                self._servers.popitem(last=False)[1].stop()
+            self._started += 1
+            server = Server(self._logs / f"server-{self._started}.log", *arguments, environment=environment)
+            server.start()
+        self._servers[key] = server
+        return server
+
+    def close(self) -> None:
+        """Stops every server."""
+        while self._servers:
+            self._servers.popitem()[1].stop()
+
+
+def free_port() -> int:
+    """A loopback TCP port that the system has just found free."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def get_json(url: str, body: bytes | None = None, timeout: float = 60.0) -> tuple[int, bytes]:
+    """Status and body of a GET, or of a POST of `body` as JSON; error statuses are returned, not raised."""
+    request = urllib.request.Request(url, data=body, headers={"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=timeout) as response:
+            return response.status, response.read()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read()
