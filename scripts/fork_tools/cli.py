@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line of `scripts/fork`."""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from fork_tools import pin as pins
+from fork_tools.errors import ForkError
+from fork_tools.fetch import fetch, sha256_of
+from fork_tools.files import exclusive
+from fork_tools.layout import Layout
+from fork_tools.tree import build_tree
+from fork_tools.wheel import build_wheel
+
+ROOT = Path(__file__).resolve().parents[2]
+
+HELP = """\
+The fork is three things: a pinned upstream wheel, an overlay of new files (sglang/python), and patches that insert
+lines (patches/). This tool puts them together. Everything that it writes lies below build/.
+"""
+
+
+def _fetch(layout: Layout, arguments: argparse.Namespace) -> None:
+    print(_fetched(layout, arguments)[2])
+
+
+def _tree(layout: Layout, arguments: argparse.Namespace) -> None:
+    pin, wheel, path = _fetched(layout, arguments)
+    out = (arguments.out or layout.build / "tree").resolve()
+    fresh = build_tree(layout, pin, path, wheel.sha256, out)
+    print(f"{out} ({'written' if fresh else 'unchanged'})")
+
+
+def _wheel(layout: Layout, arguments: argparse.Namespace) -> None:
+    pin, wheel, path = _fetched(layout, arguments)
+    target, fresh = build_wheel(layout, pin, wheel, path)
+    print(f"{target} sha256:{sha256_of(target)} ({'written' if fresh else 'unchanged'})")
+
+
+def _fetched(layout: Layout, arguments: argparse.Namespace) -> tuple[pins.Pin, pins.PinnedWheel, Path]:
+    pin = pins.load(layout.pin)
+    host = pins.Host.current()
+    wheel = pin.wheel_for(replace(host, python=arguments.python) if arguments.python else host)
+    return pin, wheel, fetch(layout, pin, wheel)
+
+
+Verb = Callable[[Layout, argparse.Namespace], None]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="fork", description=HELP, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--root", type=Path, default=ROOT, help="the checkout to work on (default: this one)")
+    verbs = parser.add_subparsers(required=True, metavar="verb")
+
+    def verb(name: str, function: Verb, text: str) -> argparse.ArgumentParser:
+        sub = verbs.add_parser(name, help=text, description=text)
+        sub.set_defaults(function=function)
+        return sub
+
+    for name, function, text in (
+        ("fetch", _fetch, "download the pinned wheel into build/upstream and check its sha256"),
+        ("tree", _tree, "write wheel + overlay + patches to build/tree"),
+        ("wheel", _wheel, "build the fork's wheel into build/dist"),
+    ):
+        sub = verb(name, function, text)
+        sub.add_argument("--python", help="build for this Python, as in 3.12 (default: the running one)")
+        if name == "tree":
+            sub.add_argument("--out", type=Path, help="another folder than build/tree")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one verb; returns the exit status. An expected failure is one line on stderr."""
+    arguments = _parser().parse_args(argv)
+    layout = Layout(arguments.root.resolve())
+    try:
+        with exclusive(layout.build):
+            arguments.function(layout, arguments)
+    except ForkError as error:
+        return _fail(str(error))
+    except OSError as error:
+        return _fail(f"{error.filename or 'system'}: expected to read or write it, got '{error.strerror}'")
+    except KeyboardInterrupt:
+        return _fail("interrupted; nothing half-written is left", status=130)
+    return 0
+
+
+def _fail(message: str, status: int = 1) -> int:
+    print(f"fork: {message}", file=sys.stderr)
+    return status
