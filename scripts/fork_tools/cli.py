@@ -9,10 +9,12 @@ from pathlib import Path
 
 from fork_tools import pin as pins
 from fork_tools.errors import ForkError
-from fork_tools.fetch import fetch, sha256_of
+from fork_tools.fetch import fetch, is_valid, sha256_of
 from fork_tools.files import exclusive
 from fork_tools.layout import Layout
-from fork_tools.tree import build_tree
+from fork_tools.lint import lint
+from fork_tools.table import update
+from fork_tools.tree import build_tree, read_patches
 from fork_tools.wheel import build_wheel
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,6 +49,32 @@ def _fetched(layout: Layout, arguments: argparse.Namespace) -> tuple[pins.Pin, p
     return pin, wheel, fetch(layout, pin, wheel)
 
 
+def _lint(layout: Layout, arguments: argparse.Namespace) -> None:
+    wheel, sha256 = _wheel_at_hand(layout)
+    problems = lint(layout, wheel, sha256)
+    for problem in problems:
+        print(f"fork: {problem}", file=sys.stderr)
+    if problems:
+        raise ForkError(f"lint: expected no problems, got {len(problems)}; see above")
+    if wheel is None:
+        print("clean as far as checked: no upstream wheel here, so no Base hash and no scan; run scripts/fork fetch")
+    else:
+        print("clean")
+
+
+def _wheel_at_hand(layout: Layout) -> tuple[Path | None, str]:
+    for wheel in pins.load(layout.pin).wheels:
+        path = layout.upstream / wheel.filename
+        if is_valid(path, wheel):
+            return path, wheel.sha256
+    return None, ""
+
+
+def _table(layout: Layout, arguments: argparse.Namespace) -> None:
+    fresh = update(layout, read_patches(layout))
+    print(f"{layout.patches / 'README.md'} ({'written' if fresh else 'unchanged'})")
+
+
 Verb = Callable[[Layout, argparse.Namespace], None]
 
 
@@ -69,6 +97,8 @@ def _parser() -> argparse.ArgumentParser:
         sub.add_argument("--python", help="build for this Python, as in 3.12 (default: the running one)")
         if name == "tree":
             sub.add_argument("--out", type=Path, help="another folder than build/tree")
+    verb("lint", _lint, "check patches, series, overlay and licence lines, and scan for upstream text")
+    verb("table", _table, "write the table of patches in patches/README.md")
     return parser
 
 

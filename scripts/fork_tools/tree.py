@@ -21,10 +21,13 @@ STAMP = "fork-stamp.json"
 
 def read_patches(layout: Layout) -> list[Patch]:
     """Every patch under patches/, sorted by name."""
-    return [
-        patch.parse(path.relative_to(layout.patches).with_suffix("").as_posix(), path.read_text(encoding="utf-8"))
-        for path in sorted(layout.patches.rglob("*.patch"))
-    ]
+    return [read_patch(layout, path) for path in sorted(layout.patches.rglob("*.patch"))]
+
+
+def read_patch(layout: Layout, path: Path) -> Patch:
+    """One patch file below patches/."""
+    name = path.relative_to(layout.patches).with_suffix("").as_posix()
+    return patch.parse(name, path.read_text(encoding="utf-8"))
 
 
 def read_overlay(layout: Layout) -> Files:
