@@ -30,9 +30,6 @@ DrawStep = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
 # logits fp32 [bs, V] of the current rows (a copy, free to change), path and step as above -> adjusted logits [bs, V].
 AdjustLogits = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
 
-# log-probabilities [n, V], seeds int64 [n], positions int64 [n] -> column int64 [n, 1].
-SeededDraw = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-
 
 @dataclass(frozen=True)
 class SamplingRows:
@@ -216,14 +213,13 @@ def draw_tokens(
     positions: torch.Tensor,
     *,
     generator: torch.Generator | None = None,
-    seeded_draw: SeededDraw | None = None,
 ) -> torch.Tensor:
     """Draw one token per row as SGLang's sampler does: temperature, softmax, top-k and top-p jointly, min-p.
 
     logits [n, V]; positions int64 [n] of the tokens whose logits they are; returns int64 [n]. Rows of top_k 1 are
-    argmax. With seeds the draw is `seeded_draw`, by default SGLang's `multinomial_with_seed`, keyed by seed and
-    position, and a row draws the same token as in plain decoding when it is alone in its batch. Without seeds
-    `generator`, or the device's default one, is used.
+    argmax. With seeds the draw is SGLang's `multinomial_with_seed`, keyed by seed and position, and a row draws the
+    same token as in plain decoding when it is alone in its batch. Without seeds `generator`, or the device's default
+    one, is used.
     """
     greedy = logits.argmax(-1) if params.any_greedy or params.all_greedy else None
     if greedy is not None and params.all_greedy:
@@ -231,7 +227,7 @@ def draw_tokens(
     probs = torch.softmax(logits.float() / params.temperatures.view(-1, 1), dim=-1)
     filtered = params.need_top_k or params.need_top_p or params.need_min_p
     if params.seeds is not None:
-        drawn = _draw_seeded(probs, params, positions, filtered, seeded_draw or _multinomial_with_seed)
+        drawn = _draw_seeded(probs, params, positions, filtered)
     elif filtered:
         kept, token_ids = _filter_sorted(probs, params)
         drawn = token_ids.gather(1, _draw_column(kept, generator)).squeeze(1)
@@ -247,9 +243,7 @@ def _filter_sorted(probs: torch.Tensor, params: SamplingRows) -> tuple[torch.Ten
     """
     kept, token_ids = probs.sort(dim=-1, descending=True)
     ranks = torch.arange(probs.shape[-1], device=probs.device)
-    excluded = ranks >= params.top_ks.view(-1, 1)
-    if params.need_top_p:
-        excluded |= kept.cumsum(-1) - kept > params.top_ps.view(-1, 1)
+    excluded = (ranks >= params.top_ks.view(-1, 1)) | (kept.cumsum(-1) - kept > params.top_ps.view(-1, 1))
     if params.need_min_p:
         excluded |= kept < kept[:, :1] * params.min_ps.view(-1, 1)
     return kept.masked_fill(excluded, 0.0), token_ids
@@ -264,9 +258,7 @@ def _draw_column(weights: torch.Tensor, generator: torch.Generator | None) -> to
     return (weights / arrivals).argmax(-1, keepdim=True)
 
 
-def _draw_seeded(
-    probs: torch.Tensor, params: SamplingRows, positions: torch.Tensor, filtered: bool, seeded_draw: SeededDraw
-) -> torch.Tensor:
+def _draw_seeded(probs: torch.Tensor, params: SamplingRows, positions: torch.Tensor, filtered: bool) -> torch.Tensor:
     """The seeded draw is keyed by column: a token id where a row filters nothing, else a rank in sorted order.
 
     SGLang's sampler chooses between the two for the whole batch, so there a seeded row depends on its neighbours. Here
@@ -274,10 +266,10 @@ def _draw_seeded(
     """
     assert params.seeds is not None
     if not filtered:
-        return seeded_draw(torch.log(probs), params.seeds, positions).squeeze(1)
+        return _multinomial_with_seed(torch.log(probs), params.seeds, positions).squeeze(1)
     kept, token_ids = _filter_sorted(probs, params)
-    by_rank = token_ids.gather(1, seeded_draw(kept.double().log_(), params.seeds, positions)).squeeze(1)
-    by_id = seeded_draw(torch.log(probs), params.seeds, positions).squeeze(1)
+    by_rank = token_ids.gather(1, _multinomial_with_seed(kept.double().log_(), params.seeds, positions)).squeeze(1)
+    by_id = _multinomial_with_seed(torch.log(probs), params.seeds, positions).squeeze(1)
     unfiltered = (params.top_ks == TOP_K_ALL) & (params.top_ps == 1.0) & (params.min_ps <= 0.0)
     return torch.where(unfiltered, by_id, by_rank)
 
