@@ -13,6 +13,8 @@ from fork_tools.fetch import fetch, is_valid, sha256_of
 from fork_tools.files import exclusive
 from fork_tools.layout import Layout
 from fork_tools.lint import lint
+from fork_tools.refresh import refresh
+from fork_tools.review import write_review
 from fork_tools.table import update
 from fork_tools.tree import build_tree, read_patches
 from fork_tools.wheel import build_wheel
@@ -75,6 +77,18 @@ def _table(layout: Layout, arguments: argparse.Namespace) -> None:
     print(f"{layout.patches / 'README.md'} ({'written' if fresh else 'unchanged'})")
 
 
+def _review(layout: Layout, arguments: argparse.Namespace) -> None:
+    pin, _, path = _fetched(layout, arguments)
+    out = layout.build / "review"
+    print(f"{out} ({write_review(layout, pin, path, out)} mails; git am gives the bytes of build/tree)")
+
+
+def _refresh(layout: Layout, arguments: argparse.Namespace) -> None:
+    pin, _, path = _fetched(layout, arguments)
+    out = layout.build / "refresh"
+    print(*refresh(layout, pin, path, arguments.version, out).report(), f"written to {out}", sep="\n")
+
+
 Verb = Callable[[Layout, argparse.Namespace], None]
 
 
@@ -92,11 +106,15 @@ def _parser() -> argparse.ArgumentParser:
         ("fetch", _fetch, "download the pinned wheel into build/upstream and check its sha256"),
         ("tree", _tree, "write wheel + overlay + patches to build/tree"),
         ("wheel", _wheel, "build the fork's wheel into build/dist"),
+        ("review", _review, "write the changes with full context, for git am, to build/review"),
+        ("refresh", _refresh, "carry the patches to another release, into build/refresh"),
     ):
         sub = verb(name, function, text)
-        sub.add_argument("--python", help="build for this Python, as in 3.12 (default: the running one)")
+        sub.add_argument("--python", help="use the wheel for this Python, as in 3.12 (default: the running one)")
         if name == "tree":
             sub.add_argument("--out", type=Path, help="another folder than build/tree")
+        if name == "refresh":
+            sub.add_argument("version", help="the release, as in 0.5.23")
     verb("lint", _lint, "check patches, series, overlay and licence lines, and scan for upstream text")
     verb("table", _table, "write the table of patches in patches/README.md")
     return parser

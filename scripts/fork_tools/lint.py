@@ -91,11 +91,7 @@ def lint_against_upstream(layout: Layout, patches: Sequence[Patch], pristine: ar
             tree.apply(pristine, [one])
         except ForkError as error:
             found.append(str(error))
-    try:
-        tree.check_overlay(tree.read_overlay(layout), pristine)
-    except ForkError as error:
-        found.append(str(error))
-    return found
+    return [*found, *tree.overlay_clashes(tree.read_overlay(layout), pristine)]
 
 
 def repository_files(root: Path) -> dict[str, bytes]:

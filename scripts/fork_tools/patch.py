@@ -38,9 +38,13 @@ class Insertion:
 
 @dataclass(frozen=True)
 class Patch:
-    """One patch file. `name` is its path under patches/ without the suffix: <area>/<verb>-<object>."""
+    """One patch file. `name` is its path under patches/ without the suffix: <area>/<verb>-<object>.
+
+    `header` is the text above '---', `fields` the same by field; `base` maps each patched path to its sha256.
+    """
 
     name: str
+    header: str
     fields: Mapping[str, str]
     base: Mapping[str, str]
     insertions: tuple[Insertion, ...]
@@ -62,7 +66,7 @@ def parse(name: str, text: str) -> Patch:
     end = lines.index("---") if "---" in lines else len(lines)
     fields, base = _parse_header(name, lines[:end])
     insertions = _parse_hunks(name, lines, end + 1)
-    return Patch(name, fields, base, tuple(insertions))
+    return Patch(name, "\n".join(lines[:end]), fields, base, tuple(insertions))
 
 
 def _parse_header(name: str, lines: list[str]) -> tuple[dict[str, str], dict[str, str]]:

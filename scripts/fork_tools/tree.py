@@ -4,7 +4,7 @@
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
 from fork_tools import archive, patch
@@ -40,19 +40,23 @@ def read_overlay(layout: Layout) -> Files:
     return files
 
 
-def check_overlay(overlay: Iterable[str], pristine: Iterable[str]) -> None:
-    """Raise ForkError when an overlay file would hide an upstream file or Python module, or be hidden by one."""
+def overlay_clashes(overlay: Iterable[str], pristine: Iterable[str]) -> Iterator[str]:
+    """Name each overlay file that would hide an upstream file or Python module, or be hidden by one."""
     upstream = set(pristine)
     folders = {str(folder) for name in upstream for folder in PurePosixPath(name).parents}
     modules = {_module(name): name for name in upstream}
     for name in overlay:
         parents = {str(folder) for folder in PurePosixPath(name).parents}
-        clash = {name} & (upstream | folders) or parents & upstream or {modules.get(_module(name))} - {None}
-        if clash:
-            raise ForkError(
-                f"sglang/{SOURCE_ROOT}{name}: expected a new path, got one that clashes with upstream's {clash.pop()}; "
-                "rename it, or insert into the upstream file by a patch"
-            )
+        hidden = {name} & (upstream | folders) or parents & upstream or {modules.get(_module(name))} - {None}
+        if hidden:
+            name = f"sglang/{SOURCE_ROOT}{name}"
+            yield f"{name}: expected a new path, got a clash with upstream's {hidden.pop()}; rename it"
+
+
+def check_overlay(overlay: Iterable[str], pristine: Iterable[str]) -> None:
+    """Raise ForkError for the first of `overlay_clashes`."""
+    for clash in overlay_clashes(overlay, pristine):
+        raise ForkError(clash)
 
 
 def _module(name: str) -> str:
