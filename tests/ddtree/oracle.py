@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plain Python counterparts of the tree builder, the walk and the sampler's distribution; they share no code with them."""
+"""Plain Python counterparts of the tree builder, the walk and the sampler; they share no code with them."""
 
 from __future__ import annotations
 
