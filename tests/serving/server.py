@@ -189,7 +189,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def get_json(url: str, body: bytes | None = None, timeout: float = 60.0) -> tuple[int, bytes]:
+def exchange(url: str, body: bytes | None = None, timeout: float = 60.0) -> tuple[int, bytes]:
     """Status and body of a GET, or of a POST of `body` as JSON; error statuses are returned, not raised."""
     request = urllib.request.Request(url, data=body, headers={"Content-Type": "application/json"})
     try:

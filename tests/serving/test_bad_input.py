@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the server refuses: at the start with one line and a failing status, later with HTTP 400 and a reason."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from serving.server import ModelPair, Server, exchange
+
+LAUNCH_CASES = Path(__file__).with_name("launch_cases.py")
+
+
+class Case(NamedTuple):
+    """A start that is refused: which drafter, which further arguments, and what the last line of output says."""
+
+    drafter: str | None
+    arguments: tuple[str, ...]
+    says: tuple[str, ...]
+
+
+BUDGET = "--speculative-ddtree-budget"
+DRAFTER = "--speculative-draft-model-path"
+START_UP_CASES = {
+    "budget zero": Case("demo", (BUDGET, "0"), (BUDGET, "1 to 64", "got 0")),
+    "budget above": Case("demo", (BUDGET, "65"), (BUDGET, "1 to 64", "got 65")),
+    "budget negative": Case("demo", (BUDGET, "-1"), (BUDGET, "1 to 64", "got -1")),
+    "budget text": Case("demo", (BUDGET, "many"), (BUDGET, "int", "many")),
+    "drafter absent": Case("absent", (), (DRAFTER, "expected", "absent")),
+    "drafter not named": Case(None, (), (DRAFTER, "drafter")),
+    "drafter not DFlash": Case("target", (), (DRAFTER, "DFlash", "DeepseekV3ForCausalLM")),
+    "drafter of another width": Case("wider", (), ("another target", "hidden_size")),
+    "drafter of another vocabulary": Case("vocabulary", (), ("another target", "vocab_size")),
+    "drafter of a deeper target": Case("deeper", (), ("another target", "num_target_layers")),
+    "drafter reads the last layer": Case("last-layer", (), ("target_layer_ids", "last layer")),
+    "page size": Case("demo", ("--page-size", "3"), ("--page-size", "expected", "got 3")),
+    "data-parallel attention": Case("demo", ("--enable-dp-attention",), ("--enable-dp-attention", "not supported")),
+    "pipeline parallelism": Case("demo", ("--pp-size", "2"), ("--pp-size", "must be 1", "got 2")),
+}
+
+
+@pytest.fixture(scope="module")
+def drafters(demo_pair: ModelPair, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Drafters by name: the demo pair's, and copies of it that do not fit the target."""
+    folder = tmp_path_factory.mktemp("drafters")
+    config = json.loads((demo_pair.draft / "config.json").read_text())
+    num_layers = json.loads((demo_pair.target / "config.json").read_text())["num_hidden_layers"]
+    last_layer = {**config["dflash_config"], "target_layer_ids": [num_layers - 1]}
+    changes: dict[str, dict[str, object]] = {
+        "wider": {"hidden_size": 2 * config["hidden_size"]},
+        "vocabulary": {"vocab_size": config["vocab_size"] + 1},
+        "deeper": {"num_target_layers": num_layers + 1},
+        "last-layer": {"dflash_config": last_layer},
+    }
+    for name, change in changes.items():
+        shutil.copytree(demo_pair.draft, folder / name)
+        (folder / name / "config.json").write_text(json.dumps({**config, **change}))
+    return {
+        "demo": demo_pair.draft,
+        "target": demo_pair.target,
+        "absent": folder / "absent",
+        **{name: folder / name for name in changes},
+    }
+
+
+@pytest.fixture(scope="module")
+def start_ups(demo_pair: ModelPair, drafters: dict[str, Path]) -> dict[str, dict[str, Any]]:
+    """Exit status and output of each case."""
+    base = [*demo_pair.arguments(None), "--speculative-algorithm", "DDTREE"]
+    arguments = []
+    for case in START_UP_CASES.values():
+        drafter = [] if case.drafter is None else [DRAFTER, str(drafters[case.drafter])]
+        arguments.append([*base, *drafter, *case.arguments])
+    launched = subprocess.run(
+        [sys.executable, LAUNCH_CASES], input=json.dumps(arguments), capture_output=True, text=True, check=False
+    )
+    assert launched.returncode == 0, launched.stderr
+    return dict(zip(START_UP_CASES, json.loads(launched.stdout), strict=True))
+
+
+@pytest.mark.parametrize("name", START_UP_CASES)
+def test_start_is_refused_in_one_line(name: str, start_ups: dict[str, dict[str, Any]]) -> None:
+    status, output = start_ups[name]["status"], start_ups[name]["output"]
+    assert status is not None and status > 0, output
+    assert "Traceback" not in output
+    last_line = output.strip().splitlines()[-1]
+    assert "error: " in last_line
+    for words in START_UP_CASES[name].says:
+        assert words in last_line
+
+
+COMPLETION = {"model": "default", "prompt": "import os\n", "max_tokens": 4}
+REQUEST_CASES: dict[str, tuple[bytes, str]] = {
+    "malformed JSON": (b'{"prompt": "import os', "json"),
+    "not an object": (b"[1, 2]", "valid"),
+    "prompt missing": (json.dumps({"model": "default"}).encode(), "prompt"),
+    "max_tokens text": (json.dumps({**COMPLETION, "max_tokens": "many"}).encode(), "max_tokens"),
+    "max_tokens negative": (json.dumps({**COMPLETION, "max_tokens": -1}).encode(), "max_"),
+    "temperature negative": (json.dumps({**COMPLETION, "temperature": -1}).encode(), "temperature"),
+    "top_p zero": (json.dumps({**COMPLETION, "top_p": 0}).encode(), "top_p"),
+    "logprobs": (json.dumps({**COMPLETION, "logprobs": 1}).encode(), "logprobs"),
+    "grammar": (json.dumps({**COMPLETION, "regex": "[a-z]+"}).encode(), "regex"),
+    "json_schema": (json.dumps({**COMPLETION, "json_schema": "{}"}).encode(), "json_schema"),
+}
+
+
+@pytest.fixture
+def server(serve: Callable[..., Server]) -> Server:
+    """A server with DDTREE."""
+    return serve("DDTREE")
+
+
+@pytest.mark.parametrize("name", REQUEST_CASES)
+def test_request_is_refused_with_a_reason(name: str, server: Server) -> None:
+    body, subject = REQUEST_CASES[name]
+    status, answer = exchange(f"{server.url}/v1/completions", body)
+    assert status == 400, answer
+    assert subject in answer.decode().lower()
+
+
+def test_prompt_beyond_the_context_is_refused(server: Server, demo_pair: ModelPair) -> None:
+    context = json.loads((demo_pair.target / "config.json").read_text())["max_position_embeddings"]
+    body = {**COMPLETION, "prompt": [5] * (context + 1)}
+    status, answer = exchange(f"{server.url}/v1/completions", json.dumps(body).encode())
+    assert status == 400, answer
+    assert str(context) in answer.decode()
+
+
+def test_server_answers_after_refusals(server: Server) -> None:
+    for body, _ in REQUEST_CASES.values():
+        exchange(f"{server.url}/v1/completions", body)
+    status, answer = exchange(f"{server.url}/v1/completions", json.dumps(COMPLETION).encode())
+    assert status == 200, answer
+    assert json.loads(answer)["usage"]["completion_tokens"] <= COMPLETION["max_tokens"]
