@@ -50,7 +50,7 @@ def pip_download(requirement: str, options: Sequence[str], folder: Path) -> Path
     """Download the one wheel that `requirement` names into an empty `folder`; returns its path."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
     command += ["--only-binary=:all:", *options, "--dest", str(folder), requirement]
-    result = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    result = subprocess.run(command, check=False, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     found = list(folder.glob("*.whl"))
     if result.returncode != 0 or len(found) != 1:
         lines = [line for line in result.stderr.splitlines() if line.strip()] or ["no message from pip"]

@@ -97,7 +97,7 @@ def lint_against_upstream(layout: Layout, patches: Sequence[Patch], pristine: ar
 def repository_files(root: Path) -> dict[str, bytes]:
     """Content of every file that git tracks or would add."""
     command = ["git", "-C", str(root), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    result = subprocess.run(command, capture_output=True, text=True)
+    result = subprocess.run(command, check=False, capture_output=True, text=True)
     if result.returncode != 0:
         raise ForkError(
             f"{root}: expected a git checkout, got '{result.stderr.strip()}'; lint reads git's list of files"

@@ -96,6 +96,9 @@ def _parse_base(name: str, number: int, value: str) -> tuple[str, str]:
 
 
 def _parse_hunks(name: str, lines: list[str], start: int) -> list[Insertion]:
+    for number, line in enumerate(lines[start:], start + 1):
+        if not line.startswith(("--- a/", "+", "@@ ")):
+            raise ForkError(f"{name}:{number}: expected a file header, a hunk or an added line, got '{line}'")
     insertions: list[Insertion] = []
     path, shift, index = "", 0, start
     while index < len(lines):
@@ -117,7 +120,7 @@ def _parse_hunks(name: str, lines: list[str], start: int) -> list[Insertion]:
             shift += count
             index += 1 + count
         else:
-            raise ForkError(f"{where}: expected an added line, a hunk or a file header, got '{line}'; insert only")
+            raise ForkError(f"{where}: expected '--- a/<path>' or '@@' first, got '{line}'")
     return insertions
 
 

@@ -42,7 +42,7 @@ class ScratchRepository:
         """Run git here, whatever its exit status."""
         command = ["git", "-C", str(self.folder), *arguments]
         try:
-            return subprocess.run(command, input=stdin, capture_output=True, env=self._environment)
+            return subprocess.run(command, check=False, input=stdin, capture_output=True, env=self._environment)
         except FileNotFoundError as error:
             raise ForkError("git: expected it on PATH, got no such command; install git") from error
 
