@@ -1,0 +1,46 @@
+// SPDX-License-Identifier: Apache-2.0
+// How the keys of a request are dealt to splits. Both kernels derive it from the same numbers on the device.
+#pragma once
+
+#include "config.cuh"
+
+namespace sm120::mla_tree_verify {
+
+// What a block costs beside its steps (prologue, first copies, epilogue), in steps: measured on an H200.
+constexpr float kBlockOverheadSteps = 6.f;
+constexpr int kMinSteps = 1;
+
+// The keys of a request are its prefix and then its tree, one run cut into steps of kStepKeys.
+struct Work {
+  int prefix_len, num_keys, num_steps, num_active;
+
+  __device__ __forceinline__ Work(const Params& p, int request) {
+    prefix_len = max(p.kv_indptr[request + 1] - p.kv_indptr[request], 0);
+    num_keys = prefix_len + p.num_tokens;
+    num_steps = (num_keys + kStepKeys - 1) / kStepKeys;
+    // More waves waste less of the last one, fewer waves pay the cost of a block less often.
+    float best = p.choices[0].waves * kBlockOverheadSteps + num_steps * p.choices[0].steps_per_wave;
+    num_active = p.choices[0].num_splits;
+#pragma unroll
+    for (int i = 1; i < kMaxWaves; i++) {
+      const float cost = p.choices[i].waves * kBlockOverheadSteps + num_steps * p.choices[i].steps_per_wave;
+      if (cost < best) {
+        best = cost;
+        num_active = p.choices[i].num_splits;
+      }
+    }
+    num_active = min(num_active, (num_steps + kMinSteps - 1) / kMinSteps);
+  }
+
+  // First step of a split; splits differ by at most one step. num_steps < 2^15 and num_splits < 2^16: no overflow.
+  __device__ __forceinline__ int first_step(int split) const {
+    return static_cast<unsigned>(split) * static_cast<unsigned>(num_steps) / static_cast<unsigned>(num_active);
+  }
+};
+
+__device__ __forceinline__ int64_t first_token(const Params& p, int request) {
+  return p.qo_indptr_is_64 ? static_cast<const int64_t*>(p.qo_indptr)[request]
+                           : static_cast<const int*>(p.qo_indptr)[request];
+}
+
+}  // namespace sm120::mla_tree_verify

@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Builds the package from this source before any test imports it, and skips GPU tests where there is no GPU."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "build" / "site"), str(ROOT / "build_tools"), str(ROOT / "tests")]
+
+import toolchain  # noqa: E402
+
+toolchain.build_in_place(ROOT, ROOT / "build" / "site")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "gpu: needs a CUDA device that the kernels are built for")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
