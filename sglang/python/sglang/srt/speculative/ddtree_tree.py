@@ -21,7 +21,7 @@ import torch
 class TreeBuffers:
     """Static tensors of one draft tree a request; row 0 is the root, a parent's row is smaller than its children's.
 
-    T = budget + 1 rows. Rows from `num_nodes` on are padding: token 0, no parent, depth 0, visible to themselves alone.
+    T >= budget + 1 rows. Rows from `num_nodes` on are padding: token 0, no parent, depth 0, visible to themselves alone.
 
     token_ids     int64 [max_bs, T]
     positions     int64 [max_bs, T]    position of the row's token: committed + depth
@@ -32,6 +32,7 @@ class TreeBuffers:
     next_sibling  int64 [max_bs, T]    row of the next child of the same parent; -1 when there is none
     mask          bool  [max_bs, T, T] mask[b, i, j]: row i sees row j (itself and its ancestors)
     rows          int64 [T]            0 .. T - 1, constant
+    budget        most nodes under the root
     max_depth     deepest level that a tree may have
     """
 
@@ -44,18 +45,24 @@ class TreeBuffers:
     next_sibling: torch.Tensor
     mask: torch.Tensor
     rows: torch.Tensor
+    budget: int
     max_depth: int
 
     @classmethod
-    def allocate(cls, max_bs: int, budget: int, max_depth: int, device: torch.device | str) -> TreeBuffers:
+    def allocate(
+        cls, max_bs: int, budget: int, max_depth: int, device: torch.device | str, width: int | None = None
+    ) -> TreeBuffers:
         """Make buffers for `max_bs` trees of `budget` nodes under the root; each starts as a root alone.
 
-        Raises ValueError when a size is below 1.
+        `width` is the number of rows, by default budget + 1; more rows are padding for ever. Raises ValueError when a
+        size is below 1 or the tree does not fit the rows.
         """
         for name, value in (("max_bs", max_bs), ("budget", budget), ("max_depth", max_depth)):
             if value < 1:
                 raise ValueError(f"draft tree: {name} must be at least 1, got {value}")
-        width = budget + 1
+        width = budget + 1 if width is None else width
+        if width <= budget:
+            raise ValueError(f"draft tree: width must be at least {budget + 1} for budget {budget}, got {width}")
         shape = (max_bs, width)
 
         def full(value: int) -> torch.Tensor:
@@ -71,6 +78,7 @@ class TreeBuffers:
             next_sibling=full(-1),
             mask=torch.eye(width, dtype=torch.bool, device=device).repeat(max_bs, 1, 1),
             rows=torch.arange(width, device=device),
+            budget=budget,
             max_depth=max_depth,
         )
 
@@ -80,7 +88,7 @@ class TreeBuffers:
 
     @property
     def width(self) -> int:
-        """Rows per request, budget + 1."""
+        """Rows per request, T."""
         return self.token_ids.shape[1]
 
 
@@ -103,14 +111,15 @@ def build_tree(
     """
     _check_shapes(log_probs, token_ids, root_ids, committed, buffers)
     bs = log_probs.shape[0]
-    budget = buffers.width - 1
+    budget = buffers.budget
     usable = log_probs.float().nan_to_num(nan=-math.inf, posinf=0.0, neginf=-math.inf).clamp_(max=0.0).cummin(-1).values
     tokens, parents, depths, valid = _select_nodes(usable, token_ids, budget)
 
     buffers.token_ids[:bs, 0] = root_ids
-    buffers.token_ids[:bs, 1:] = tokens.masked_fill(~valid, 0)
-    buffers.parents[:bs, 1:] = parents.masked_fill(~valid, -1)
-    buffers.depths[:bs, 1:] = depths.masked_fill(~valid, 0)
+    nodes = slice(1, budget + 1)
+    buffers.token_ids[:bs, nodes] = tokens.masked_fill(~valid, 0)
+    buffers.parents[:bs, nodes] = parents.masked_fill(~valid, -1)
+    buffers.depths[:bs, nodes] = depths.masked_fill(~valid, 0)
     torch.add(buffers.depths[:bs], committed[:, None], out=buffers.positions[:bs])
     torch.add(valid.sum(1), 1, out=buffers.num_nodes[:bs])
     _write_links(buffers, bs)

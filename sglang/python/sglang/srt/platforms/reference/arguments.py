@@ -5,6 +5,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.model_executor.cuda_graph_config import Backend
+from sglang.srt.sm120.startup import StartupError
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -48,14 +49,14 @@ _SUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
 
 
 def refuse_unsupported(server_args: "ServerArgs") -> None:
-    """Raise ValueError naming the first option that this platform cannot honour, with the reason and a remedy."""
+    """Raise StartupError naming the first option that this platform cannot honour, with the reason and a remedy."""
     for field, (allowed, reason) in _SUPPORTED.items():
         value = getattr(server_args, field)
         if value in allowed:
             continue
         option = "--" + field.replace("_", "-")
         expected = " or ".join(str(choice) for choice in allowed if choice is not None and choice is not False)
-        raise ValueError(
+        raise StartupError(
             f"reference platform: {option} expected {expected or 'to be left out'}, got {value}: {reason}; "
             "drop the option or serve on a GPU"
         )
@@ -72,6 +73,10 @@ def set_defaults(server_args: "ServerArgs") -> None:
         phase.backend = Backend.DISABLED
     server_args.disable_cuda_graph = True
     server_args.skip_server_warmup = True
+    # An idle scheduler polls without a pause otherwise and takes a core from whoever works.
+    server_args.sleep_on_idle = True
+    # An idle scheduler otherwise polls without pause, which costs a core of the same machine.
+    server_args.sleep_on_idle = True
     _set_if_open(server_args, "max_total_tokens", DEFAULT_MAX_TOTAL_TOKENS)
     _set_if_open(server_args, "max_running_requests", DEFAULT_MAX_RUNNING_REQUESTS)
     _set_if_open(server_args, "chunked_prefill_size", DEFAULT_CHUNKED_PREFILL_SIZE)

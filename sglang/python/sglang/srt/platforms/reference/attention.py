@@ -167,6 +167,7 @@ class ReferenceAttnBackend(AttentionBackend):
     """Plain, chunked and speculative attention over MLA and MHA pools; reads lengths from device tensors only."""
 
     needs_cpu_seq_lens = False
+    accepts_compact_tree_mask = True
 
     def __init__(self, model_runner: "ModelRunner"):
         super().__init__()

@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Server arguments of DDTREE: the budget, the widths that follow from it, and everything that is refused at start-up."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.sm120.startup import StartupError
+from sglang.srt.speculative.ddtree_algorithm import is_ddtree
+
+if TYPE_CHECKING:
+    from sglang.srt.server_args import ServerArgs
+
+logger = logging.getLogger(__name__)
+
+MIN_BUDGET = 1
+MAX_BUDGET = 64
+DEFAULT_BUDGET = 16
+SUPPORTED_PAGE_SIZES = (1, 16, 32, 64)
+
+
+def verify_width(budget: int, block_size: int) -> int:
+    """Rows per request of a verify pass: the root and `budget` nodes, at least one drafter block.
+
+    The drafter writes its block into the first slots of the same window, hence the lower bound; a smaller tree is
+    padded with rows that nothing reaches.
+    """
+    return max(budget + 1, block_size)
+
+
+def resolve_server_args(server_args: ServerArgs) -> None:
+    """Validate a DDTREE configuration and set the widths in place.
+
+    Afterwards ``speculative_dflash_block_size`` is the drafter's block, ``speculative_num_draft_tokens`` the verify
+    width and ``speculative_ddtree_budget`` the budget. Called once, from ``ServerArgs.__post_init__``.
+
+    Raises:
+        StartupError: for an option, a model pair or a device that cannot be served.
+    """
+    from sglang.srt.arg_groups import speculative_hook
+
+    budget = _resolve_budget(server_args.speculative_ddtree_budget)
+    _refuse_unsupported_options(server_args)
+    drafter = _load_drafter_config(server_args)
+    block_size = _check_pair(server_args, drafter)
+    width = verify_width(budget, block_size)
+    for flag, value, expected in (
+        ("--speculative-num-draft-tokens", server_args.speculative_num_draft_tokens, width),
+        ("--speculative-dflash-block-size", server_args.speculative_dflash_block_size, block_size),
+    ):
+        if value not in (None, expected):
+            raise StartupError(f"{flag}: DDTREE derives it ({expected}), got {value}; drop the flag, size the tree with --speculative-ddtree-budget")
+
+    server_args.speculative_num_draft_tokens = block_size
+    server_args.speculative_dflash_block_size = block_size
+    speculative_hook._handle_dflash(server_args)
+    server_args.speculative_num_draft_tokens = width
+    server_args.speculative_ddtree_budget = budget
+    _disable_decode_graphs(server_args)
+    logger.info("DDTREE: budget %d nodes under the root, verify width %d, drafter block %d.", budget, width, block_size)
+
+
+def check_drafter(server_args: ServerArgs) -> None:
+    """Under DDTREE, check that the drafter is there and is a DFlash drafter, before anything else reads its config.
+
+    Raises:
+        StartupError: naming the flag, what was expected and what came.
+    """
+    if is_ddtree(server_args.speculative_algorithm):
+        _load_drafter_config(server_args)
+
+
+def _resolve_budget(budget: int | None) -> int:
+    if budget is None:
+        return DEFAULT_BUDGET
+    if isinstance(budget, bool) or not isinstance(budget, int) or not MIN_BUDGET <= budget <= MAX_BUDGET:
+        raise StartupError(f"--speculative-ddtree-budget: expected {MIN_BUDGET} to {MAX_BUDGET} nodes under the root, got {budget}")
+    return budget
+
+
+def _refuse_unsupported_options(server_args: ServerArgs) -> None:
+    """Name the first option that DDTREE cannot honour."""
+    from sglang.srt.arg_groups.overrides import resolved_view
+    from sglang.srt.configs.hybrid_arch import mambaish_config
+    from sglang.srt.environ import envs
+
+    view = resolved_view(server_args)
+    model_config = server_args.get_model_config()
+    backends = set(server_args._resolved_attention_backends())
+    page_sizes = ", ".join(map(str, SUPPORTED_PAGE_SIZES))
+    refusals: tuple[tuple[Any, str], ...] = (
+        (view.enable_dp_attention, "--enable-dp-attention is not supported; run tensor parallelism alone"),
+        (server_args.pp_size != 1, f"--pp-size must be 1, got {server_args.pp_size}"),
+        (server_args.disaggregation_mode != "null", f"PD disaggregation is not supported, got --disaggregation-mode {server_args.disaggregation_mode}"),
+        (server_args.enable_two_batch_overlap, "--enable-two-batch-overlap is not supported; drop the flag"),
+        (server_args.enable_pdmux, "--enable-pdmux is not supported; drop the flag"),
+        (server_args.dcp_size != 1, f"--dcp-size must be 1, got {server_args.dcp_size}"),
+        (server_args.enable_hisparse, "--enable-hisparse is not supported; drop the flag"),
+        (server_args.speculative_adaptive, "--speculative-adaptive is for EAGLE; drop the flag"),
+        (view.page_size not in SUPPORTED_PAGE_SIZES, f"--page-size: expected one of {page_sizes}, got {view.page_size}"),
+        (backends != {"triton"}, f"--attention-backend must be triton (no other backend takes a tree mask), got {'/'.join(sorted(map(str, backends)))}"),
+        (mambaish_config(model_config) is not None, "targets with recurrent layers are not supported: their state cannot follow a tree"),
+        (model_config.is_hybrid_swa, "targets with sliding-window layers are not supported"),
+        (envs.SGLANG_SIMULATE_ACC_LEN.get() > 0, "SGLANG_SIMULATE_ACC_LEN is not supported; unset it"),
+    )
+    for refused, reason in refusals:
+        if refused:
+            raise StartupError(f"DDTREE: {reason}")
+
+
+def _load_drafter_config(server_args: ServerArgs) -> Any:
+    """The drafter's Hugging Face config, checked to be a DFlash drafter."""
+    from sglang.srt.utils.hf_transformers_utils import get_config
+
+    path = server_args.speculative_draft_model_path
+    if path is None:
+        raise StartupError("DDTREE needs a DFlash drafter: pass --speculative-draft-model-path")
+    if path.startswith(("/", ".", "~")) and not (Path(path).expanduser() / "config.json").is_file():
+        raise StartupError(f"--speculative-draft-model-path: expected a folder with config.json, got {path}")
+    try:
+        config = get_config(
+            path,
+            trust_remote_code=server_args.trust_remote_code,
+            revision=server_args.speculative_draft_model_revision,
+            model_override_args=json.loads(server_args.json_model_override_args),
+        )
+    except Exception as error:
+        raise StartupError(f"--speculative-draft-model-path: cannot read the config of {path}: {error}") from error
+    architectures = getattr(config, "architectures", None) or []
+    if "DFlashDraftModel" not in architectures:
+        raise StartupError(f"--speculative-draft-model-path: expected a DFlash drafter (DFlashDraftModel), got {architectures} in {path}")
+    return config
+
+
+def _check_pair(server_args: ServerArgs, drafter: Any) -> int:
+    """Check that the drafter was made for this target; return its block size.
+
+    A drafter of another model may load and then accept almost nothing, so every size that must agree is compared.
+    """
+    from sglang.srt.speculative.dflash_utils import parse_dflash_draft_config
+
+    path = server_args.speculative_draft_model_path
+    target = server_args.get_model_config().hf_text_config
+    try:
+        parsed = parse_dflash_draft_config(draft_hf_config=drafter)
+    except ValueError as error:
+        raise StartupError(f"drafter {path}: {error}") from error
+    num_layers = int(target.num_hidden_layers)
+    pairs = (
+        ("hidden_size", getattr(drafter, "hidden_size", None), target.hidden_size),
+        ("vocab_size", getattr(drafter, "vocab_size", None), target.vocab_size),
+        ("num_target_layers", parsed.num_target_layers, num_layers),
+    )
+    for name, drafted, expected in pairs:
+        if drafted is not None and int(drafted) != int(expected):
+            raise StartupError(f"drafter {path} was made for another target: its {name} is {drafted}, the target {server_args.model_path} has {expected}")
+    if not parsed.block_size or parsed.block_size < 2:
+        raise StartupError(f"drafter {path}: expected block_size of at least 2 in config.json, got {parsed.block_size}")
+    for layer in parsed.target_layer_ids or ():
+        # Hidden states are captured as the next layer's input, so the last layer's output is never seen.
+        if not 0 <= layer < num_layers - 1:
+            raise StartupError(f"drafter {path}: target_layer_ids must lie in 0..{num_layers - 2} (not the last layer), got {layer}")
+    if parsed.mask_token_id is not None and parsed.mask_token_id >= int(target.vocab_size):
+        raise StartupError(f"drafter {path}: mask_token_id must be below the target's vocab_size {target.vocab_size}, got {parsed.mask_token_id}")
+    return int(parsed.block_size)
+
+
+def _disable_decode_graphs(server_args: ServerArgs) -> None:
+    """Keep decode eager: the Triton backend captures DFLASH verify without a mask, which would drop the tree."""
+    from sglang.srt.model_executor.cuda_graph_config import Backend
+
+    decode = server_args.cuda_graph_config.decode
+    if decode.backend != Backend.DISABLED:
+        logger.warning("DDTREE: decode CUDA graphs are off, because a captured verify would ignore the tree mask.")
+        decode.backend = Backend.DISABLED
+
+
+def request_refusal(req: Any) -> str | None:
+    """Why DDTREE cannot serve a request, or None; asked at admission, so that the client gets HTTP 400.
+
+    Other algorithms of the DFLASH family keep their own rules.
+    """
+    from sglang.srt.runtime_context import get_spec
+
+    if not is_ddtree(get_spec().speculative_algorithm):
+        return None
+    params = req.sampling_params
+    options = (
+        ("logprobs", req.return_logprob),
+        ("return_hidden_states", req.return_hidden_states),
+        ("json_schema", params.json_schema),
+        ("regex", params.regex),
+        ("ebnf", params.ebnf),
+        ("structural_tag", params.structural_tag),
+    )
+    for name, value in options:
+        if value:
+            return f"{name}: not supported with --speculative-algorithm DDTREE; drop it or use a server without DDTREE"
+    return None

@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DDTREE's worker: DFLASH's draft, then a tree in place of the chain.
+
+`DFlashWorkerV2` prefills, prepares the block and runs the drafter; the patch ``ddtree/verify-draft-tree`` hands over
+after its draft forward. From there one decode step is: build the tree, verify it, walk it, commit the accepted rows.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.kernels.ops.speculative import cache_locs
+from sglang.srt.distributed import get_tp_group
+from sglang.srt.managers.utils import GenerationBatchResult
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
+from sglang.srt.runtime_context import get_observability
+from sglang.srt.speculative.ddtree_draft import TreeDrafter
+from sglang.srt.speculative.ddtree_info import DDTreeVerifyInput, expand_tree_mask
+from sglang.srt.speculative.ddtree_metrics import TreeMetrics, max_depth
+from sglang.srt.speculative.ddtree_tree import TreeBuffers
+from sglang.srt.speculative.ddtree_walk import SamplingRows, WalkBuffers, accepted_slots, walk_logits
+from sglang.srt.speculative.dflash_utils import apply_dflash_verify_logits_adjustments
+from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
+from sglang.srt.speculative.eagle_utils import TreeMaskMode
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from sglang.srt.distributed.parallel_state_wrapper import ParallelState
+    from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.managers.tp_worker import TpModelWorker
+    from sglang.srt.server_args import ServerArgs
+
+
+class DDTreeWorker(DFlashWorkerV2):
+    """Verifies a draft tree per request in one target pass (spec v2, with or without overlap).
+
+    T is the verify width, D the drafter's block size: a run has at most D tokens, the bonus included.
+    """
+
+    def __init__(
+        self, server_args: ServerArgs, gpu_id: int, ps: ParallelState, nccl_port: int, target_worker: TpModelWorker
+    ) -> None:
+        self.budget = int(server_args.speculative_ddtree_budget)
+        self.verify_width = int(server_args.speculative_num_draft_tokens)
+        # These are the drafter's own arguments: everything the base class sizes by this field has the block's width.
+        block_size = int(server_args.speculative_dflash_block_size)
+        server_args.override("ddtree.draft_width", speculative_num_draft_tokens=block_size)
+        super().__init__(
+            server_args=server_args, gpu_id=gpu_id, ps=ps, nccl_port=nccl_port, target_worker=target_worker
+        )
+        self._tree_drafter = TreeDrafter(self.model_runner.model.lm_head, get_tp_group(), block_size, self.budget)
+        self._metrics: TreeMetrics | None = None
+        if get_observability().enable_metrics and ps.tp_rank == 0:
+            depth = max_depth(self.budget, block_size)
+            self._metrics = TreeMetrics(server_args.served_model_name, self.budget, depth)
+
+    def init_attention_backends(self) -> None:
+        """Also allocate the static buffers: the pools exist and nothing is captured yet."""
+        super().init_attention_backends()
+        max_requests = int(self.model_runner.req_to_token_pool.size)
+        depth = self.block_size - 1
+        self._tree = TreeBuffers.allocate(max_requests, self.budget, depth, self.device, width=self.verify_width)
+        # The scheduler copies a step's results while the next step runs, so two sets take turns.
+        self._walks = [WalkBuffers.allocate(max_requests, depth, self.device) for _ in range(2)]
+
+    def verify_draft_tree(
+        self,
+        batch: ScheduleBatch,
+        draft_output: Any,
+        block_ids: torch.Tensor,
+        on_publish: Callable[[torch.Tensor], None] | None,
+    ) -> GenerationBatchResult:
+        """Finish a decode step after the draft forward.
+
+        Args:
+            batch: the decode batch; ``seq_lens`` are committed lengths on the device, ``spec_info`` the draft input.
+            draft_output: the drafter's output with hidden states [bs * D, hidden].
+            block_ids: [bs, D] int64, the drafted block; column 0 holds the roots.
+            on_publish: takes the new committed lengths [bs] as soon as they exist.
+        """
+        batch_size = block_ids.shape[0]
+        committed = batch.seq_lens
+        self._tree_drafter.build(draft_output.logits_output.hidden_states, block_ids[:, 0], committed, self._tree)
+        window_slots = self._window_slots(batch)
+        logits_output, can_run_cuda_graph = self._verify(batch, window_slots)
+        walk = self._walk(batch, logits_output.next_token_logits)
+        accept_lens = walk.accept_lens[:batch_size]
+        new_seq_lens = committed + accept_lens
+        if on_publish is not None:
+            on_publish(new_seq_lens)
+        self._commit(window_slots, logits_output.hidden_states, walk, committed)
+        logits_output.hidden_states = None
+        return GenerationBatchResult(
+            logits_output=logits_output,
+            next_token_ids=walk.out_tokens[:batch_size].reshape(-1),
+            accept_lens=accept_lens,
+            can_run_cuda_graph=can_run_cuda_graph,
+            next_draft_input=self._make_next_draft_input_decode(
+                bonus_tokens=walk.bonus[:batch_size], new_seq_lens=new_seq_lens
+            ),
+            speculative_num_draft_tokens=self.block_size,
+            new_seq_lens=new_seq_lens,
+        )
+
+    def on_verify_complete_cpu(self, num_correct_drafts_per_req: list[int], batch_size: int = 0) -> None:
+        """Record acceptance once the scheduler has a step's results on the host."""
+        super().on_verify_complete_cpu(num_correct_drafts_per_req, batch_size=batch_size)
+        if self._metrics is not None:
+            self._metrics.observe(num_correct_drafts_per_req)
+
+    def _window_slots(self, batch: ScheduleBatch) -> torch.Tensor:
+        """Cache slots of the verify window, int64 [bs, T]; read before verify, since rows may change after it."""
+        batch_size = len(batch.seq_lens)
+        return cache_locs.assign_extend_cache_locs_func(
+            req_pool_indices=batch.req_pool_indices,
+            req_to_token=self.model_runner.req_to_token_pool.req_to_token,
+            start_offset=batch.seq_lens,
+            end_offset=batch.seq_lens + self.verify_width,
+            batch_size=batch_size,
+            draft_token_num=self.verify_width,
+            device=self.device,
+        ).view(batch_size, self.verify_width)
+
+    def _verify(self, batch: ScheduleBatch, window_slots: torch.Tensor) -> tuple[LogitsProcessorOutput, bool]:
+        """Run the target over all tree rows: logits [bs * T, vocab] and the captured hidden states."""
+        batch_size = window_slots.shape[0]
+        draft_input = batch.spec_info
+        mask, mode = self._tree_mask(batch_size, batch.seq_lens, draft_input.reserved_seq_lens_sum)
+        verify_input = DDTreeVerifyInput(
+            draft_token=self._tree.token_ids[:batch_size].flatten(),
+            positions=self._tree.positions[:batch_size].flatten(),
+            draft_token_num=self.verify_width,
+            custom_mask=mask,
+            tree_mask_mode=mode,
+            capture_hidden_mode=CaptureHiddenMode.FULL,
+        )
+        batch.out_cache_loc = window_slots.flatten()
+        lengths = batch.seq_lens_cpu, batch.seq_lens_sum
+        # The host's lengths lag while steps overlap; the reserve bounds what the device has.
+        batch.seq_lens_cpu, batch.seq_lens_sum = draft_input.reserved_seq_lens_cpu, draft_input.reserved_seq_lens_sum
+        forward_batch, _ = verify_input.prepare_for_verify(batch, self.target_worker)
+        batch.seq_lens_cpu, batch.seq_lens_sum = lengths
+        output = self.target_worker.forward_batch_generation(
+            batch=None, forward_batch=forward_batch, is_verify=True, skip_attn_backend_init=True
+        )
+        return output.logits_output, output.can_run_cuda_graph
+
+    def _tree_mask(
+        self, batch_size: int, prefix_lens: torch.Tensor, max_total_prefix: int
+    ) -> tuple[torch.Tensor, TreeMaskMode]:
+        """The flat mask in the layout that the target's attention backend reads."""
+        mask = self._tree.mask[:batch_size]
+        if getattr(self.model_runner.attn_backend, "accepts_compact_tree_mask", False):
+            return mask.flatten(), TreeMaskMode.QLEN_ONLY
+        return expand_tree_mask(mask, prefix_lens, max_total_prefix), TreeMaskMode.FULL_MASK
+
+    def _walk(self, batch: ScheduleBatch, logits: torch.Tensor) -> WalkBuffers:
+        """Draw along the tree; under tensor parallelism rank 0's draws count."""
+        sampling_info = batch.sampling_info
+        apply_dflash_verify_logits_adjustments(
+            next_token_logits=logits, sampling_info=sampling_info, draft_token_num=self.verify_width
+        )
+        walk = self._walks[0]
+        self._walks.reverse()
+        walk_logits(logits, self._tree, SamplingRows.from_batch(sampling_info), walk)
+        if get_tp_group().world_size > 1:
+            for result in (walk.accept_index, walk.accept_lens, walk.out_tokens, walk.bonus):
+                get_tp_group().broadcast(result[: len(sampling_info)], src=0)
+        return walk
+
+    def _commit(
+        self, window_slots: torch.Tensor, hidden: torch.Tensor, walk: WalkBuffers, committed: torch.Tensor
+    ) -> None:
+        """Keep the accepted rows: move the target's KV to the front of the window, write the drafter's KV there."""
+        batch_size = window_slots.shape[0]
+        rows = walk.accept_index[:batch_size]
+        destinations, sources, in_place = accepted_slots(window_slots, rows)
+        # Reading the flag costs nothing where host and device are one; elsewhere a copy onto itself is cheaper.
+        if destinations.is_cuda or not bool(in_place.all()):
+            self.model_runner.token_to_kv_pool.move_kv_cache(destinations.flatten(), sources.flatten())
+        hidden = hidden.view(batch_size, self.verify_width, -1)
+        accepted_hidden = hidden.gather(1, rows.clamp(min=0)[:, :, None].expand(-1, -1, hidden.shape[-1]))
+        self._append_target_hidden_to_draft_kv_by_loc(
+            target_hidden=accepted_hidden.flatten(0, 1),
+            cache_loc=destinations.flatten(),
+            cache_loc_2d=destinations,
+            positions=(committed[:, None] + self._block_pos_offsets).flatten(),
+            commit_lens=walk.accept_lens[:batch_size],
+        )

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Start-up of DDTREE: the widths that follow from the budget, and every configuration that is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from serving.server import ModelPair
+from sglang.srt.server_args import ServerArgs, prepare_server_args
+from sglang.srt.sm120.startup import StartupError
+from sglang.srt.speculative import ddtree_args
+
+BLOCK_SIZE = 8
+
+
+def resolve(pair: ModelPair, *arguments: str, draft: Path | None = None) -> ServerArgs:
+    return prepare_server_args(
+        [
+            *("--model-path", str(pair.target), "--speculative-algorithm", "DDTREE"),
+            *("--speculative-draft-model-path", str(draft or pair.draft)),
+            *arguments,
+        ]
+    )
+
+
+def edited_config(folder: Path, destination: Path, **changes: Any) -> Path:
+    """A copy of a model's config with some fields changed; `dflash_config` is merged."""
+    config = json.loads((folder / "config.json").read_text())
+    config["dflash_config"] |= changes.pop("dflash_config", {})
+    destination.mkdir()
+    (destination / "config.json").write_text(json.dumps(config | changes))
+    return destination
+
+
+@pytest.mark.parametrize("budget", [1, 6, 7, 16, 64])
+def test_widths_follow_from_the_budget(demo_pair: ModelPair, budget: int) -> None:
+    args = resolve(demo_pair, "--speculative-ddtree-budget", str(budget))
+    assert args.speculative_ddtree_budget == budget
+    assert args.speculative_dflash_block_size == BLOCK_SIZE
+    assert args.speculative_num_draft_tokens == max(budget + 1, BLOCK_SIZE)
+
+
+def test_default_budget_is_the_one_in_the_help(demo_pair: ModelPair, capsys: pytest.CaptureFixture[str]) -> None:
+    assert resolve(demo_pair).speculative_ddtree_budget == ddtree_args.DEFAULT_BUDGET
+    with pytest.raises(SystemExit):
+        prepare_server_args(["--help"])
+    help_text = " ".join(capsys.readouterr().out.split())
+    limits = f"{ddtree_args.MIN_BUDGET} to {ddtree_args.MAX_BUDGET}. Default {ddtree_args.DEFAULT_BUDGET}."
+    assert f"Nodes of the draft tree under the root, {limits}" in help_text
+
+
+@pytest.mark.parametrize("budget", ["0", "65", "-1"])
+def test_budget_out_of_range(demo_pair: ModelPair, budget: str) -> None:
+    with pytest.raises(StartupError, match=f"--speculative-ddtree-budget: expected 1 to 64 .*, got {budget}"):
+        resolve(demo_pair, "--speculative-ddtree-budget", budget)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--speculative-num-draft-tokens", "5"], r"--speculative-num-draft-tokens: DDTREE derives it \(17\), got 5"),
+        (["--speculative-dflash-block-size", "4"], r"--speculative-dflash-block-size: DDTREE derives it \(8\), got 4"),
+        (["--page-size", "8"], "--page-size: expected one of 1, 16, 32, 64, got 8"),
+        (["--enable-pdmux"], "--enable-pdmux is not supported"),
+    ],
+)
+def test_option_refused(demo_pair: ModelPair, arguments: list[str], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        resolve(demo_pair, *arguments)
+
+
+def test_drafter_is_required(demo_pair: ModelPair) -> None:
+    with pytest.raises(StartupError, match="pass --speculative-draft-model-path"):
+        prepare_server_args(["--model-path", str(demo_pair.target), "--speculative-algorithm", "DDTREE"])
+
+
+def test_drafter_folder_missing(demo_pair: ModelPair, tmp_path: Path) -> None:
+    with pytest.raises(StartupError, match="expected a folder with config.json, got .*nowhere"):
+        resolve(demo_pair, draft=tmp_path / "nowhere")
+
+
+def test_drafter_is_not_a_dflash_model(demo_pair: ModelPair) -> None:
+    with pytest.raises(StartupError, match=r"expected a DFlash drafter .*, got \['DeepseekV3ForCausalLM'\]"):
+        resolve(demo_pair, draft=demo_pair.target)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"hidden_size": 512}, "made for another target: its hidden_size is 512"),
+        ({"vocab_size": 999}, "made for another target: its vocab_size is 999"),
+        ({"num_target_layers": 61}, "made for another target: its num_target_layers is 61"),
+        ({"block_size": 1}, "expected block_size of at least 2"),
+        ({"dflash_config": {"target_layer_ids": [0, 60]}}, r"target_layer_ids must lie in 0\.\..*, got 60"),
+        ({"dflash_config": {"target_layer_ids": []}}, "target_layer_ids must be non-empty"),
+        ({"dflash_config": {"mask_token_id": 10**6}}, "mask_token_id must be below"),
+    ],
+)
+def test_drafter_of_another_target(demo_pair: ModelPair, tmp_path: Path, changes: dict[str, Any], reason: str) -> None:
+    with pytest.raises(StartupError, match=reason):
+        resolve(demo_pair, draft=edited_config(demo_pair.draft, tmp_path / "drafter", **changes))
+
+
+def test_last_target_layer_is_refused(demo_pair: ModelPair, tmp_path: Path) -> None:
+    last = json.loads((demo_pair.target / "config.json").read_text())["num_hidden_layers"] - 1
+    drafter = edited_config(demo_pair.draft, tmp_path / "drafter", dflash_config={"target_layer_ids": [0, last]})
+    with pytest.raises(StartupError, match=f"not the last layer.*, got {last}"):
+        resolve(demo_pair, draft=drafter)
+
+
+def test_broken_drafter_config(demo_pair: ModelPair, tmp_path: Path) -> None:
+    drafter = tmp_path / "drafter"
+    shutil.copytree(demo_pair.draft, drafter)
+    (drafter / "config.json").write_text("{")
+    with pytest.raises(StartupError, match="cannot read the config of .*drafter"):
+        resolve(demo_pair, draft=drafter)
