@@ -16,6 +16,7 @@ ENTRY_POINT_NAME = "sm120_reference"
 # Read by triton and torch when they are imported or first used; child processes inherit them.
 _PROCESS_ENVIRONMENT = {
     "TRITON_INTERPRET": "1",  # a Triton kernel without a torch replacement still runs, slowly
+    "OMP_WAIT_POLICY": "PASSIVE",  # waiting threads sleep, so that processes share the cores
     "TORCHDYNAMO_DISABLE": "1",  # no compiler is needed, and none is assumed to be installed
 }
 
