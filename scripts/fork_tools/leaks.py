@@ -15,10 +15,9 @@ from pathlib import Path
 from fork_tools import archive
 from fork_tools.files import sibling
 
-LINES = 3
+LICENCE_TEXT = "LICENSE"
+_LINES = 3
 _MIN_LINES_WITH_WORDS = 2
-# Part of the cache's name: raise it when a change here alters what a shingle is.
-_FORM = 1
 _HASH_BYTES = 8
 _WORD = re.compile(r"[^\W_]{2}")
 _IMPORT = re.compile(r"import [\w.]+( as \w+)?(,.*)?|from [\w.]+ import\b.*|#include\b.*")
@@ -29,11 +28,11 @@ Shingle = tuple[int, bytes]
 
 def shingles(lines: Iterable[Line]) -> Iterator[Shingle]:
     """Yield (line number, digest) for every run of three numbered lines that counts."""
-    kept = list(_without_imports(lines))
-    for run in zip(kept, kept[1:], kept[2:], strict=False):
-        content = [line for _, line in run]
-        if sum(map(bool, map(_WORD.search, content))) >= _MIN_LINES_WITH_WORDS:
-            yield run[0][0], hashlib.blake2b("\n".join(content).encode(), digest_size=_HASH_BYTES).digest()
+    kept = [(number, line, _WORD.search(line) is not None) for number, line in _without_imports(lines)]
+    for first, second, third in zip(kept, kept[1:], kept[2:], strict=False):
+        if first[2] + second[2] + third[2] >= _MIN_LINES_WITH_WORDS:
+            content = f"{first[1]}\n{second[1]}\n{third[1]}"
+            yield first[0], hashlib.blake2b(content.encode(), digest_size=_HASH_BYTES).digest()
 
 
 def _without_imports(lines: Iterable[Line]) -> Iterator[Line]:
@@ -68,11 +67,9 @@ def decode(data: bytes) -> str | None:
 
 
 def upstream_texts(files: archive.Files) -> Iterator[tuple[str, str]]:
-    """Path and text of every text file of the wheel; licence texts and metadata are common property."""
-    metadata = archive.dist_info(files)
+    """Path and text of every text file of the wheel."""
     for name, entry in files.items():
-        text = decode(entry.data)
-        if text is not None and not name.startswith(f"{metadata}/") and not name.endswith("/LICENSE"):
+        if (text := decode(entry.data)) is not None:
             yield name, text
 
 
@@ -81,7 +78,8 @@ class UpstreamIndex:
 
     def __init__(self, wheel: Path, sha256: str) -> None:
         self._wheel = wheel
-        cache = wheel.with_name(f"shingles-{_FORM}-{sha256[:16]}.bin")
+        form = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+        cache = wheel.with_name(f"shingles-{sha256[:8]}-{form[:8]}.bin")
         if not cache.is_file():
             self._write(cache)
         self._hashes = array("Q")
@@ -117,17 +115,17 @@ def _number(shingle: bytes) -> int:
 
 
 def scan(index: UpstreamIndex, files: Mapping[str, bytes]) -> list[str]:
-    """Report every passage of `files` (content by path) that stands upstream too."""
+    """Report every passage of `files` (content by path) that stands upstream too, the licence's own text aside."""
     hits = []
     for name, data in files.items():
-        text = decode(data)
+        text = None if name == LICENCE_TEXT else decode(data)
         found = shingles(lines_of(name, text)) if text is not None else ()
         hits += [(name, number, shingle) for number, shingle in found if shingle in index]
     sources = index.sources({shingle for *_, shingle in hits}) if hits else {}
     reports: list[str] = []
     previous = ("", 0)
     for name, number, shingle in hits:
-        if previous[0] != name or number > previous[1] + LINES:
+        if previous[0] != name or number > previous[1] + _LINES:
             reports.append(f"{name}:{number}: expected text of our own, got that of {sources[shingle]}; write it anew")
         previous = (name, number)
     return reports

@@ -82,7 +82,8 @@ class Pin:
             remedy = f"run it with python{self.wheels[-1].python}"
             raise ForkError(f"python: expected {pythons}, got {host.python}; {remedy}")
         if host.glibc < wheel.glibc:
-            expected, found = (".".join(map(str, version)) for version in (wheel.glibc, host.glibc))
+            expected = "{}.{}".format(*wheel.glibc)
+            found = "{}.{}".format(*host.glibc) if any(host.glibc) else "another C library"
             raise ForkError(f"glibc: expected {expected} or newer, got {found}; use Debian 12, Ubuntu 22.04 or newer")
         return wheel
 
@@ -102,7 +103,7 @@ def load(path: Path) -> Pin:
             wheels=wheels,
             entry_points=table.get("entry-points", {}),
         )
-    except (OSError, tomllib.TOMLDecodeError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise ForkError(f"{path.name}: expected a complete pin, got {error!r}; see sglang/README.md") from error
     for wheel in wheels:
         if not re.fullmatch(r"[0-9a-f]{64}", wheel.sha256):

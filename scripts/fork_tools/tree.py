@@ -27,7 +27,10 @@ def read_patches(layout: Layout) -> list[Patch]:
 def read_patch(layout: Layout, path: Path) -> Patch:
     """One patch file below patches/."""
     name = path.relative_to(layout.patches).with_suffix("").as_posix()
-    return patch.parse(name, path.read_text(encoding="utf-8"))
+    try:
+        return patch.parse(name, path.read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        raise ForkError(f"{name}: expected UTF-8 text, got {error.reason} at byte {error.start}") from error
 
 
 def read_overlay(layout: Layout) -> Files:

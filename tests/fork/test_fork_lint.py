@@ -69,6 +69,10 @@ CHANGES: dict[str, tuple[Change, str]] = {
         lambda toy: (toy.layout.patches / "core/hook.patch").open("a").write(" step_5 = 5\n"),
         "patches/core/hook:16: expected a file header, a hunk or an added line, got ' step_5 = 5'",
     ),
+    "binary patch": (
+        lambda toy: (toy.layout.patches / "core/hook.patch").write_bytes(b"From: \xff"),
+        "patches/core/hook: expected UTF-8 text, got invalid start byte at byte 6",
+    ),
     "table that is old": (
         lambda toy: toy.patch("core/more", {ENGINE: [(9, marked("core/more", "x"))]}),
         "patches/README.md: expected the current table, got another; run scripts/fork table",
@@ -149,6 +153,13 @@ def test_common_ground_is_not_reported(clean: ToyCheckout) -> None:
     clean.release({**PRISTINE, "sglang/common.py": brackets + imports})
     clean.write("notes.md", "\n".join(["Two lines alone:", *COPY[:2], "and then words of our own.", brackets, imports]))
     assert clean.run("lint") == 0
+
+
+def test_the_text_of_the_licence_may_be_shared(clean: ToyCheckout, problems: Callable[[], list[str]]) -> None:
+    clean.write("LICENSE", PRISTINE["sglang/engine.py"])
+    assert clean.run("lint") == 0
+    clean.write("docs/LICENSE", PRISTINE["sglang/engine.py"])
+    assert len(problems()) == 1
 
 
 def test_what_git_ignores_is_not_scanned(clean: ToyCheckout) -> None:
