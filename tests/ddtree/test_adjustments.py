@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from sglang.srt.speculative import dflash_utils
 from sglang.srt.speculative.verify_adjustments import accumulate_output_penalties, apply_min_p, row_headroom
 

@@ -8,6 +8,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+
 from sglang.srt import runtime_context
 from sglang.srt.sm120.startup import StartupError, install_one_line_errors
 from sglang.srt.speculative.ddtree_algorithm import DDTreeAlgorithm
@@ -20,8 +21,7 @@ RESOLVE = "; print(SpeculativeAlgorithm.from_string('ddtree').name)"
     "imports",
     [
         "from sglang.srt.speculative.spec_info import SpeculativeAlgorithm",
-        "import sglang.srt.speculative.ddtree_algorithm; "
-        "from sglang.srt.speculative.spec_info import SpeculativeAlgorithm",
+        "import sglang.srt.speculative.ddtree_algorithm as _; from sglang.srt.speculative.spec_info import SpeculativeAlgorithm",
     ],
 )
 def test_name_resolves_in_any_process(imports: str) -> None:

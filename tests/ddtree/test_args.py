@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from serving.server import ModelPair
 from sglang.srt.server_args import ServerArgs, prepare_server_args
 from sglang.srt.sm120.startup import StartupError

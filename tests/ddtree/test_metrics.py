@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from prometheus_client import REGISTRY
+
 from sglang.srt.speculative.ddtree_metrics import TreeMetrics, describe_request, drafts_per_step, max_depth
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from sglang.srt.speculative.ddtree_tree import TreeBuffers, build_tree
 from sglang.srt.speculative.ddtree_walk import WalkBuffers, walk_tree
 

@@ -44,7 +44,11 @@ class DDTreeAlgorithm(CustomSpecAlgo):
         return False
 
     def create_future_map(
-        self, device: torch.device, req_to_token_pool: Any, needs_cpu_seq_lens: bool = True, needs_confidence_relay: bool = False
+        self,
+        device: torch.device,
+        req_to_token_pool: Any,
+        needs_cpu_seq_lens: bool = True,
+        needs_confidence_relay: bool = False,
     ) -> FutureMap:
         """The relay between overlapped steps, as the built-in algorithms make it."""
         from sglang.srt.managers.overlap_utils import FutureMap

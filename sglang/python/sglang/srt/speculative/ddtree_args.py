@@ -52,7 +52,9 @@ def resolve_server_args(server_args: ServerArgs) -> None:
         ("--speculative-dflash-block-size", server_args.speculative_dflash_block_size, block_size),
     ):
         if value not in (None, expected):
-            raise StartupError(f"{flag}: DDTREE derives it ({expected}), got {value}; drop the flag, size the tree with --speculative-ddtree-budget")
+            raise StartupError(
+                f"{flag}: DDTREE derives it ({expected}), got {value}; drop the flag, size the tree with --speculative-ddtree-budget"
+            )
 
     server_args.speculative_num_draft_tokens = block_size
     server_args.speculative_dflash_block_size = block_size
@@ -77,7 +79,9 @@ def _resolve_budget(budget: int | None) -> int:
     if budget is None:
         return DEFAULT_BUDGET
     if isinstance(budget, bool) or not isinstance(budget, int) or not MIN_BUDGET <= budget <= MAX_BUDGET:
-        raise StartupError(f"--speculative-ddtree-budget: expected {MIN_BUDGET} to {MAX_BUDGET} nodes under the root, got {budget}")
+        raise StartupError(
+            f"--speculative-ddtree-budget: expected {MIN_BUDGET} to {MAX_BUDGET} nodes under the root, got {budget}"
+        )
     return budget
 
 
@@ -94,15 +98,27 @@ def _refuse_unsupported_options(server_args: ServerArgs) -> None:
     refusals: tuple[tuple[Any, str], ...] = (
         (view.enable_dp_attention, "--enable-dp-attention is not supported; run tensor parallelism alone"),
         (server_args.pp_size != 1, f"--pp-size must be 1, got {server_args.pp_size}"),
-        (server_args.disaggregation_mode != "null", f"PD disaggregation is not supported, got --disaggregation-mode {server_args.disaggregation_mode}"),
+        (
+            server_args.disaggregation_mode != "null",
+            f"PD disaggregation is not supported, got --disaggregation-mode {server_args.disaggregation_mode}",
+        ),
         (server_args.enable_two_batch_overlap, "--enable-two-batch-overlap is not supported; drop the flag"),
         (server_args.enable_pdmux, "--enable-pdmux is not supported; drop the flag"),
         (server_args.dcp_size != 1, f"--dcp-size must be 1, got {server_args.dcp_size}"),
         (server_args.enable_hisparse, "--enable-hisparse is not supported; drop the flag"),
         (server_args.speculative_adaptive, "--speculative-adaptive is for EAGLE; drop the flag"),
-        (view.page_size not in SUPPORTED_PAGE_SIZES, f"--page-size: expected one of {page_sizes}, got {view.page_size}"),
-        (backends != {"triton"}, f"--attention-backend must be triton (no other backend takes a tree mask), got {'/'.join(sorted(map(str, backends)))}"),
-        (mambaish_config(model_config) is not None, "targets with recurrent layers are not supported: their state cannot follow a tree"),
+        (
+            view.page_size not in SUPPORTED_PAGE_SIZES,
+            f"--page-size: expected one of {page_sizes}, got {view.page_size}",
+        ),
+        (
+            backends != {"triton"},
+            f"--attention-backend must be triton (no other backend takes a tree mask), got {'/'.join(sorted(map(str, backends)))}",
+        ),
+        (
+            mambaish_config(model_config) is not None,
+            "targets with recurrent layers are not supported: their state cannot follow a tree",
+        ),
         (model_config.is_hybrid_swa, "targets with sliding-window layers are not supported"),
         (envs.SGLANG_SIMULATE_ACC_LEN.get() > 0, "SGLANG_SIMULATE_ACC_LEN is not supported; unset it"),
     )
@@ -120,18 +136,18 @@ def _load_drafter_config(server_args: ServerArgs) -> Any:
         raise StartupError("DDTREE needs a DFlash drafter: pass --speculative-draft-model-path")
     if path.startswith(("/", ".", "~")) and not (Path(path).expanduser() / "config.json").is_file():
         raise StartupError(f"--speculative-draft-model-path: expected a folder with config.json, got {path}")
+    overrides = json.loads(server_args.json_model_override_args)
     try:
         config = get_config(
-            path,
-            trust_remote_code=server_args.trust_remote_code,
-            revision=server_args.speculative_draft_model_revision,
-            model_override_args=json.loads(server_args.json_model_override_args),
+            path, server_args.trust_remote_code, server_args.speculative_draft_model_revision, overrides
         )
     except Exception as error:
         raise StartupError(f"--speculative-draft-model-path: cannot read the config of {path}: {error}") from error
     architectures = getattr(config, "architectures", None) or []
     if "DFlashDraftModel" not in architectures:
-        raise StartupError(f"--speculative-draft-model-path: expected a DFlash drafter (DFlashDraftModel), got {architectures} in {path}")
+        raise StartupError(
+            f"--speculative-draft-model-path: expected a DFlash drafter (DFlashDraftModel), got {architectures} in {path}"
+        )
     return config
 
 
@@ -156,15 +172,21 @@ def _check_pair(server_args: ServerArgs, drafter: Any) -> int:
     )
     for name, drafted, expected in pairs:
         if drafted is not None and int(drafted) != int(expected):
-            raise StartupError(f"drafter {path} was made for another target: its {name} is {drafted}, the target {server_args.model_path} has {expected}")
+            raise StartupError(
+                f"drafter {path} was made for another target: its {name} is {drafted}, the target {server_args.model_path} has {expected}"
+            )
     if not parsed.block_size or parsed.block_size < 2:
         raise StartupError(f"drafter {path}: expected block_size of at least 2 in config.json, got {parsed.block_size}")
     for layer in parsed.target_layer_ids or ():
         # Hidden states are captured as the next layer's input, so the last layer's output is never seen.
         if not 0 <= layer < num_layers - 1:
-            raise StartupError(f"drafter {path}: target_layer_ids must lie in 0..{num_layers - 2} (not the last layer), got {layer}")
+            raise StartupError(
+                f"drafter {path}: target_layer_ids must lie in 0..{num_layers - 2} (not the last layer), got {layer}"
+            )
     if parsed.mask_token_id is not None and parsed.mask_token_id >= int(target.vocab_size):
-        raise StartupError(f"drafter {path}: mask_token_id must be below the target's vocab_size {target.vocab_size}, got {parsed.mask_token_id}")
+        raise StartupError(
+            f"drafter {path}: mask_token_id must be below the target's vocab_size {target.vocab_size}, got {parsed.mask_token_id}"
+        )
     return int(parsed.block_size)
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+
 from sglang.srt.sm120.startup import StartupError
 from sglang.srt.speculative.ddtree_tree import TreeBuffers, build_tree, local_top_k, merge_vocab_shards
 
@@ -28,7 +29,9 @@ class TreeDrafter:
     def __init__(self, lm_head: Any, tp_group: Any, block_size: int, budget: int) -> None:
         weight = getattr(lm_head, "weight", None)
         if weight is None or not weight.is_floating_point():
-            raise StartupError("DDTREE: expected a target LM head with a floating-point weight; use an unquantised lm_head")
+            raise StartupError(
+                "DDTREE: expected a target LM head with a floating-point weight; use an unquantised lm_head"
+            )
         shard = getattr(lm_head, "shard_indices", None)
         # The rows past num_org_elements are padding, which must never become token ids.
         self._num_tokens = int(weight.shape[0] if shard is None else shard.num_org_elements)

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Greedy text in fp32 is the same token for token, whatever drafts it: nothing, the DFLASH chain, or a tree.
+
+Every configuration answers the same 200 prompts: most in one wave of concurrent requests, some one after another,
+some streamed. Plain decoding of the same server is the reference.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+
+from serving.server import Server
+
+NUM_PROMPTS = 200
+MAX_NEW_TOKENS = 24
+CONCURRENCY = 16
+# The first prompts are sent alone, the next ones streamed, the rest all at once.
+NUM_SINGLE, NUM_STREAMED = 12, 28
+
+Serve = Callable[..., Server]
+
+
+@pytest.fixture(scope="module")
+def prompts(repo_root: Path) -> list[str]:
+    texts = json.loads((repo_root / "tests" / "models" / "demo" / "prompts.json").read_text())
+    chosen = [prompt["text"] for prompt in texts][:NUM_PROMPTS]
+    assert len(chosen) == NUM_PROMPTS
+    return chosen
+
+
+def generate(server: Server, prompt: str, **options: Any) -> dict[str, Any]:
+    """One answer of the native endpoint, with its token ids."""
+    sampling = {"temperature": 0, "max_new_tokens": MAX_NEW_TOKENS} | options
+    response = requests.post(f"{server.url}/generate", json={"text": prompt, "sampling_params": sampling}, timeout=300)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def generate_streamed(server: Server, prompt: str) -> dict[str, Any]:
+    """The last event of a streamed answer, after checking that each event continues the one before."""
+    body = {
+        "text": prompt,
+        "sampling_params": {"temperature": 0, "max_new_tokens": MAX_NEW_TOKENS},
+        "stream": True,
+    }
+    last: dict[str, Any] = {"text": "", "output_ids": []}
+    with requests.post(f"{server.url}/generate", json=body, stream=True, timeout=300) as response:
+        for line in response.iter_lines():
+            if line.startswith(b"data: {"):
+                event = json.loads(line.removeprefix(b"data: "))
+                assert event["output_ids"][: len(last["output_ids"])] == last["output_ids"]
+                last = event
+    return last
+
+
+def answers(server: Server, prompts: list[str]) -> list[list[int]]:
+    """Token ids of all prompts: some sent alone, some streamed, the rest concurrently."""
+    single = [generate(server, prompt) for prompt in prompts[:NUM_SINGLE]]
+    with ThreadPoolExecutor(CONCURRENCY) as pool:
+        streamed = pool.map(lambda prompt: generate_streamed(server, prompt), prompts[NUM_SINGLE:NUM_STREAMED])
+        batched = pool.map(lambda prompt: generate(server, prompt), prompts[NUM_STREAMED:])
+        return [answer["output_ids"] for answer in (*single, *streamed, *batched)]
+
+
+@pytest.fixture(scope="module")
+def plain(serve: Serve, prompts: list[str]) -> list[list[int]]:
+    """What the target says without any drafter."""
+    return answers(serve(None), prompts)
+
+
+def test_chain_is_lossless(serve: Serve, prompts: list[str], plain: list[list[int]]) -> None:
+    assert answers(serve("DFLASH"), prompts) == plain
+
+
+@pytest.mark.parametrize("budget", [1, 7, 16, 32, 64])
+def test_tree_is_lossless(serve: Serve, prompts: list[str], plain: list[list[int]], budget: int) -> None:
+    server = serve("DDTREE", "--speculative-ddtree-budget", str(budget))
+    assert answers(server, prompts) == plain
+    accept_length = generate(server, prompts[0], max_new_tokens=96)["meta_info"]["spec_accept_length"]
+    assert accept_length > 1.2, "a tree that accepts next to nothing would be lossless too"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(["--page-size", "16"], id="pages-of-16"),
+        pytest.param(["--chunked-prefill-size", "16", "--disable-overlap-schedule"], id="chunked-without-overlap"),
+        pytest.param(["--speculative-draft-window-size", "16", "--disable-radix-cache"], id="draft-window-no-radix"),
+    ],
+)
+def test_tree_is_lossless_under_other_schedules(
+    serve: Serve, prompts: list[str], plain: list[list[int]], options: list[str]
+) -> None:
+    subset = slice(NUM_STREAMED, NUM_STREAMED + 48)
+    server = serve("DDTREE", *options)
+    with ThreadPoolExecutor(CONCURRENCY) as pool:
+        found = [answer["output_ids"] for answer in pool.map(lambda prompt: generate(server, prompt), prompts[subset])]
+    assert found == plain[subset]
