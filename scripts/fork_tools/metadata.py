@@ -38,8 +38,8 @@ def stamp_version(pin: Pin, text: str) -> str:
 def _stamp_metadata(pin: Pin, text: str) -> str:
     text = _replace_once("METADATA", text, f"\nVersion: {pin.version}\n", f"\nVersion: {pin.fork_version}\n")
     added = "".join(f"Requires-Dist: {requirement}\n" for requirement in pin.requires)
-    header, blank, body = text.partition("\n\n")
-    return f"{header}\n{added}{blank.removeprefix(chr(10))}{body}"
+    header, _, description = text.partition("\n\n")
+    return f"{header}\n{added}\n{description}"
 
 
 def _add_entry_points(pin: Pin, text: str) -> str:

@@ -20,6 +20,8 @@ MAX_SUBJECT = 72
 
 _FIELD = re.compile(rf"({'|'.join(FIELDS)}):\s*(.*)")
 _BASE = re.compile(r"(\S+) sha256:([0-9a-f]{64})")
+_SENDER = re.compile(r"[^<>]+ <[^<>@ ]+@[^<>@ ]+>")
+_UPSTREAM = re.compile(r"https://\S+|not-sent, .+|rejected https://\S+, kept because .+")
 _HUNK = re.compile(r"@@ -(\d+),0 \+(\d+)(?:,(\d+))? @@")
 
 
@@ -155,15 +157,17 @@ def problems(patch: Patch) -> list[str]:
     """What a maintainer must still correct in a patch that parses: header fields, markers, bases."""
     found = [f"expected a {field} field, got none" for field in FIELDS if not patch.fields.get(field)]
     area = patch.name.partition("/")[0]
-    subject, kind, sender = (patch.fields.get(field, "") for field in ("Subject", "Kind", "From"))
+    sender, subject, kind, upstream = (patch.fields.get(field, "") for field in ("From", "Subject", "Kind", "Upstream"))
+    if sender and not _SENDER.fullmatch(sender):
+        found.append(f"expected 'From: name <mail>', got '{sender}'")
     if subject and not subject.startswith(f"{area}: "):
         found.append(f"expected a Subject that starts with '{area}: ', got '{subject}'")
     if len(subject) > MAX_SUBJECT:
         found.append(f"expected a Subject of at most {MAX_SUBJECT} characters, got {len(subject)}")
     if kind and kind not in KINDS:
         found.append(f"expected a Kind among {', '.join(KINDS)}, got '{kind}'")
-    if sender and not re.fullmatch(r"[^<>]+ <[^<>@ ]+@[^<>@ ]+>", sender):
-        found.append(f"expected 'From: name <mail>', got '{sender}'")
+    if upstream and not _UPSTREAM.fullmatch(upstream):
+        found.append(f"expected Upstream as a URL, 'not-sent, why' or 'rejected URL, kept because', got '{upstream}'")
     if not patch.insertions:
         found.append("expected at least one hunk, got none")
     patched = {insertion.path for insertion in patch.insertions}

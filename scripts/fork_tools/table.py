@@ -16,9 +16,9 @@ def render(patches: Sequence[Patch]) -> str:
     """A Markdown table, one row a patch, and a line with the totals."""
     rows = ["| patch | kind | hunks | what it does | goes when |", "|---|---|---|---|---|"]
     for one in patches:
-        subject = one.fields.get("Subject", "").partition(": ")[2]
-        cells = [f"`{one.name}`", one.fields.get("Kind", ""), str(len(one.insertions)), subject]
-        rows.append("| " + " | ".join([*cells, one.fields.get("Remove-when", "")]) + " |")
+        kind, subject, remove_when = (one.fields.get(field, "") for field in ("Kind", "Subject", "Remove-when"))
+        cells = [f"`{one.name}`", kind, str(len(one.insertions)), subject.partition(": ")[2], remove_when]
+        rows.append("| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |")
     hunks = sum(len(one.insertions) for one in patches)
     lines = sum(len(insertion.lines) for one in patches for insertion in one.insertions)
     return "\n".join([*rows, "", f"{len(patches)} patches, {hunks} hunks, {lines} added lines."])

@@ -85,6 +85,8 @@ def test_names_a_missing_field(field: str) -> None:
     ("old", "new", "message"),
     [
         ("Kind: feature", "Kind: hack", "Kind among"),
+        ("Upstream: not-sent, a toy", "Upstream: not-sent", "Upstream as a URL"),
+        ("Upstream: not-sent, a toy", "Upstream: rejected, kept", "Upstream as a URL"),
         ("Subject: core: insert", "Subject: insert", "starts with 'core: '"),
         ("insert a few lines", "insert " + "many " * 14 + "lines", "at most 72 characters"),
         ("<maintainer@example.org>", "maintainer", "From: name <mail>"),
