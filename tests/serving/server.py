@@ -126,7 +126,9 @@ class Server:
         return "\n".join(self.output().splitlines()[-lines:])
 
     def _spawn(self) -> None:
-        command = [sys.executable, "-m", "sglang.launch_server", "--host", "127.0.0.1", "--port", str(self.port)]
+        # The signal on the parent's death ends the server of a test run that is itself killed.
+        command = ["setpriv", "--pdeathsig", "TERM", sys.executable, "-m", "sglang.launch_server"]
+        command += ["--host", "127.0.0.1", "--port", str(self.port)]
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
