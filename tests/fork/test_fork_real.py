@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from importlib.metadata import PathDistribution
 from pathlib import Path
 
@@ -35,14 +35,15 @@ def pristine(repo_root: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def checkout(repo_root: Path, pristine: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The repository's inputs with build folders of their own, and a tree in them."""
+def checkout(repo_root: Path, pristine: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the repository's inputs with build folders of its own, and a tree in them."""
     root = tmp_path_factory.mktemp("checkout")
+    for name in ("sglang", "patches"):
+        shutil.copytree(repo_root / name, root / name)
     (root / "build").mkdir()
-    for name in ("sglang", "patches", "build/upstream"):
-        (root / name).symlink_to(repo_root / name)
+    (root / "build/upstream").symlink_to(pristine.parent)
     assert cli.main(["--root", str(root), "tree"]) == 0
-    yield root
+    return root
 
 
 def test_every_insertion_stands_in_the_tree_once(checkout: Path) -> None:
