@@ -12,7 +12,7 @@ from ddtree_tree import TreeBuffers, build_tree, draft_log_probs, local_top_k, m
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-PROPERTY = settings(max_examples=150, deadline=None, derandomize=True, database=None)
+PROPERTY = settings(max_examples=100, deadline=None, derandomize=True, database=None)
 
 SHAPES = {
     "budget": st.integers(1, 64),

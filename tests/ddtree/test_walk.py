@@ -11,7 +11,7 @@ from ddtree_walk import TOP_K_ALL, SamplingRows, WalkBuffers, accepted_slots, dr
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-PROPERTY = settings(max_examples=150, deadline=None, derandomize=True, database=None)
+PROPERTY = settings(max_examples=100, deadline=None, derandomize=True, database=None)
 
 
 def random_tree(bs: int, budget: int, max_depth: int, vocab: int, seed: int) -> TreeBuffers:

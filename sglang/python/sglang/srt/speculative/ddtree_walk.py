@@ -162,7 +162,7 @@ def _walk_known_draws(draws: torch.Tensor, tree: TreeBuffers, out: WalkBuffers) 
     )
     on_path = picked.gather(1, parents.clamp(min=0)) == rows
     on_path[:, 0] = True
-    accepted = ~(tree.mask[:bs] & ~on_path[:, None, :]).any(-1) & ((parents >= 0) | (rows == 0))
+    accepted = ~(tree.mask[:bs] & ~on_path[:, None, :]).any(-1)
 
     # Parents come before children, so ascending rows are ascending depths.
     longest = min(out.accept_index.shape[1], width)
