@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The scan for upstream text: three consecutive lines of ours that also stand in the pinned wheel.
 
-Lines are compared without indentation; blank lines and imports are stepped over. At least two of the three must hold
-a word, since brackets follow each other everywhere.
+Lines are compared without indentation. Imports and lines without a word, such as blanks and brackets, are stepped over.
 """
 
 import hashlib
@@ -17,7 +16,6 @@ from fork_tools.files import sibling
 
 LICENCE_TEXT = "LICENSE"
 _LINES = 3
-_MIN_LINES_WITH_WORDS = 2
 _HASH_BYTES = 8
 _WORD = re.compile(r"[^\W_]{2}")
 _IMPORT = re.compile(r"import [\w.]+( as \w+)?(,.*)?|from [\w.]+ import\b.*|#include\b.*")
@@ -27,23 +25,22 @@ Shingle = tuple[int, bytes]
 
 
 def shingles(lines: Iterable[Line]) -> Iterator[Shingle]:
-    """Yield (line number, digest) for every run of three numbered lines that counts."""
-    kept = [(number, line, _WORD.search(line) is not None) for number, line in _without_imports(lines)]
-    for first, second, third in zip(kept, kept[1:], kept[2:], strict=False):
-        if first[2] + second[2] + third[2] >= _MIN_LINES_WITH_WORDS:
-            content = f"{first[1]}\n{second[1]}\n{third[1]}"
-            yield first[0], hashlib.blake2b(content.encode(), digest_size=_HASH_BYTES).digest()
+    """Yield (line number, digest) for every run of three among the numbered lines that count."""
+    kept = list(_that_count(lines))
+    for (number, first), (_, second), (_, third) in zip(kept, kept[1:], kept[2:], strict=False):
+        content = f"{first}\n{second}\n{third}"
+        yield number, hashlib.blake2b(content.encode(), digest_size=_HASH_BYTES).digest()
 
 
-def _without_imports(lines: Iterable[Line]) -> Iterator[Line]:
-    inside = False
+def _that_count(lines: Iterable[Line]) -> Iterator[Line]:
+    inside_import = False
     for number, raw in lines:
         line = raw.strip()
-        if inside:
-            inside = ")" not in line
+        if inside_import:
+            inside_import = ")" not in line
         elif line.startswith(("import ", "from ", "#include")) and _IMPORT.fullmatch(line):
-            inside = "(" in line and ")" not in line
-        elif line:
+            inside_import = "(" in line and ")" not in line
+        elif _WORD.search(line):
             yield number, line
 
 

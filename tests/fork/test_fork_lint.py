@@ -123,6 +123,7 @@ COPIES: dict[str, str] = {
     "notes.md": "\n".join(["# Notes", "", *COPY, ""]),
     "sglang/python/sglang/copy.py": LICENCE + "def f():\n" + "".join(f"        {line}\n" for line in COPY),
     "tests/gaps.py": LICENCE + "\n\nimport os\nfrom a import (\n    b,\n)\n".join(COPY) + "\n",
+    "src/brackets.cc": "// SPDX-License-Identifier: Apache-2.0\n" + "\n}\n".join(COPY) + "\n",
     "docs/crlf.txt": "\r\n".join(["One of our own.", *COPY, ""]),
     "patches/core/hook.patch.orig": "\n".join(COPY),
 }
