@@ -20,6 +20,7 @@ SHAPES = {
     "num_ranks": st.integers(1, 66),
     "kind": st.sampled_from(["smooth", "ties", "flat", "peaked", "nan", "-inf"]),
     "seed": st.integers(0, 2**20),
+    "extra_rows": st.integers(0, 4),
 }
 
 
@@ -40,10 +41,12 @@ def marginals(bs: int, max_depth: int, num_ranks: int, kind: str, seed: int) -> 
     return log_probs, order
 
 
-def build(log_probs: torch.Tensor, token_ids: torch.Tensor, budget: int, spare: int = 1) -> TreeBuffers:
+def build(
+    log_probs: torch.Tensor, token_ids: torch.Tensor, budget: int, spare: int = 1, extra_rows: int = 0
+) -> TreeBuffers:
     """Build over the left-overs of another tree, in buffers with room for `spare` more requests."""
     bs, max_depth, _ = log_probs.shape
-    buffers = TreeBuffers.allocate(bs + spare, budget, max_depth, "cpu")
+    buffers = TreeBuffers.allocate(bs + spare, budget, max_depth, "cpu", width=budget + 1 + extra_rows)
     stale = torch.randn((bs, max_depth, 70), generator=torch.Generator().manual_seed(1)).log_softmax(-1)
     stale, order = stale.sort(-1, descending=True)
     build_tree(stale, order, torch.full((bs,), 99), torch.full((bs,), 1000), buffers)
@@ -53,16 +56,18 @@ def build(log_probs: torch.Tensor, token_ids: torch.Tensor, budget: int, spare: 
 
 @PROPERTY
 @given(**SHAPES)
-@example(budget=1, max_depth=1, num_ranks=1, kind="smooth", seed=0)
-@example(budget=64, max_depth=1, num_ranks=3, kind="smooth", seed=0)
-@example(budget=64, max_depth=15, num_ranks=66, kind="flat", seed=0)
-@example(budget=7, max_depth=15, num_ranks=4, kind="nan", seed=3)
-def test_tree_equals_the_heap_node_for_node(budget: int, max_depth: int, num_ranks: int, kind: str, seed: int) -> None:
+@example(budget=1, max_depth=1, num_ranks=1, kind="smooth", seed=0, extra_rows=0)
+@example(budget=64, max_depth=1, num_ranks=3, kind="smooth", seed=0, extra_rows=0)
+@example(budget=64, max_depth=15, num_ranks=66, kind="flat", seed=0, extra_rows=0)
+@example(budget=7, max_depth=15, num_ranks=4, kind="nan", seed=3, extra_rows=8)
+def test_tree_equals_the_heap_node_for_node(
+    budget: int, max_depth: int, num_ranks: int, kind: str, seed: int, extra_rows: int
+) -> None:
     log_probs, token_ids = marginals(2, max_depth, num_ranks, kind, seed)
-    buffers = build(log_probs, token_ids, budget)
+    buffers = build(log_probs, token_ids, budget, extra_rows=extra_rows)
     for b in range(2):
         nodes = oracle.best_first(log_probs[b].numpy(), budget)
-        padding = budget + 1 - len(nodes)
+        padding = budget + 1 + extra_rows - len(nodes)
         tokens = [7 + b] + [int(token_ids[b, node.depth - 1, node.rank]) for node in nodes[1:]]
         assert buffers.num_nodes[b] == len(nodes)
         assert buffers.parents[b].tolist() == [node.parent for node in nodes] + [-1] * padding
@@ -73,16 +78,18 @@ def test_tree_equals_the_heap_node_for_node(budget: int, max_depth: int, num_ran
 
 @PROPERTY
 @given(**SHAPES)
-def test_links_and_mask_follow_from_parents(budget: int, max_depth: int, num_ranks: int, kind: str, seed: int) -> None:
+def test_links_and_mask_follow_from_parents(
+    budget: int, max_depth: int, num_ranks: int, kind: str, seed: int, extra_rows: int
+) -> None:
     log_probs, token_ids = marginals(1, max_depth, num_ranks, kind, seed)
-    buffers = build(log_probs, token_ids, budget)
+    buffers = build(log_probs, token_ids, budget, extra_rows=extra_rows)
     parents = buffers.parents[0].tolist()
     count = int(buffers.num_nodes[0])
     children: list[list[int]] = [[] for _ in parents]
     for row in range(1, count):
         assert 0 <= parents[row] < row, "parents come before children"
         children[parents[row]].append(row)
-    for row in range(budget + 1):
+    for row in range(len(parents)):
         linked, child = [], int(buffers.next_child[0, row])
         while child >= 0:
             linked.append(child)
@@ -160,6 +167,8 @@ def test_shapes_that_do_not_fit_are_refused(change: dict[str, torch.Tensor], mes
 def test_buffers_of_no_size_are_refused() -> None:
     with pytest.raises(ValueError, match="budget must be at least 1, got 0"):
         TreeBuffers.allocate(4, 0, 7, "cpu")
+    with pytest.raises(ValueError, match="width must be at least 17 for budget 16, got 16"):
+        TreeBuffers.allocate(4, 16, 7, "cpu", width=16)
 
 
 def reference_top_k(logits: torch.Tensor, k: int) -> tuple[list[int], list[float]]:

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 PROPERTY = settings(max_examples=100, deadline=None, derandomize=True, database=None)
 
 
-def random_tree(bs: int, budget: int, max_depth: int, vocab: int, seed: int) -> TreeBuffers:
+def random_tree(bs: int, budget: int, max_depth: int, vocab: int, seed: int, extra_rows: int = 0) -> TreeBuffers:
     """Trees over a vocabulary so small that siblings may share a token; every second one is short of nodes."""
     generator = torch.Generator().manual_seed(seed)
     log_probs = torch.randn((bs, max_depth, 8), generator=generator).log_softmax(-1).sort(-1, descending=True).values
     log_probs[1::2, :, 2:] = -torch.inf
     token_ids = torch.randint(0, vocab, log_probs.shape, generator=generator)
-    buffers = TreeBuffers.allocate(bs, budget, max_depth, "cpu")
+    buffers = TreeBuffers.allocate(bs, budget, max_depth, "cpu", width=budget + 1 + extra_rows)
     build_tree(log_probs, token_ids, torch.zeros(bs, dtype=torch.int64), torch.full((bs,), 30), buffers)
     return buffers
 
@@ -66,8 +66,8 @@ def assert_walked(out: WalkBuffers, tree: TreeBuffers, draws: torch.Tensor) -> i
 @example(budget=10, max_depth=10, vocab=1, seed=0)  # everything is accepted down to the deepest level
 @example(budget=3, max_depth=7, vocab=1, seed=0)  # fewer rows than positions of a run
 def test_walk_equals_python(budget: int, max_depth: int, vocab: int, seed: int) -> None:
-    tree = random_tree(3, budget, max_depth, vocab, seed)
-    draws = torch.randint(0, vocab, (3, budget + 1), generator=torch.Generator().manual_seed(seed + 1))
+    tree = random_tree(3, budget, max_depth, vocab, seed, extra_rows=seed % 3)
+    draws = torch.randint(0, vocab, (3, tree.width), generator=torch.Generator().manual_seed(seed + 1))
     at_once, by_steps = poisoned(3, max_depth), poisoned(3, max_depth)
     walk_tree(draws, tree, at_once)
     walk_tree(lambda rows, path, step: draws.gather(1, rows[:, None]).squeeze(1), tree, by_steps, 3)
