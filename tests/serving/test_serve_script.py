@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""scripts/serve: the arguments it adds, what it refuses at once, how it reports readiness and how it stops."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from serving.server import ModelPair, free_port
+
+# Stands in for `python -m sglang.launch_server`: records its arguments, has a child that ignores requests to stop, and
+# answers /health as its first argument after the script's own tells it to.
+SERVER = f"""#!{sys.executable}
+import http.server, json, os, pathlib, subprocess, sys
+folder = pathlib.Path(__file__).parent
+arguments = sys.argv[3:]
+(folder / "arguments.json").write_text(json.dumps(arguments))
+if "--fail" in arguments:
+    sys.exit(7)
+child = subprocess.Popen(["sh", "-c", "trap '' TERM INT; while :; do sleep 1; done"])
+(folder / "pids.json").write_text(json.dumps([os.getpid(), child.pid]))
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200 if self.path == "/health" else 404)
+        self.end_headers()
+    def log_message(self, *arguments):
+        pass
+port = int(arguments[len(arguments) - 1 - arguments[::-1].index("--port") + 1])
+http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
+"""
+
+
+class Checkout:
+    """A repository with scripts/serve, a set-up that succeeds, and a stand-in for the server."""
+
+    def __init__(self, folder: Path, repo_root: Path) -> None:
+        self.root = folder
+        self.programs = folder / "build" / "env" / "bin"
+        self.programs.mkdir(parents=True)
+        (folder / "scripts").mkdir()
+        shutil.copy(repo_root / "scripts" / "serve", folder / "scripts" / "serve")
+        self.write(folder / "scripts" / "setup", "#!/bin/sh\necho called >>setup-calls\n")
+        self.write(self.programs / "python", SERVER)
+        self.port = free_port()
+
+    @staticmethod
+    def write(path: Path, text: str) -> None:
+        path.write_text(text)
+        path.chmod(0o755)
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [self.root / "scripts" / "serve", "--port", str(self.port), *arguments],
+            cwd=self.root,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def server_arguments(self) -> list[str]:
+        arguments: list[str] = json.loads((self.programs / "arguments.json").read_text())
+        return arguments
+
+    def alive(self) -> list[int]:
+        """Processes of the server that still run."""
+        pids: list[int] = json.loads((self.programs / "pids.json").read_text())
+        return [pid for pid in pids if is_running(pid)]
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process exists and is not a zombie that waits for its parent."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return condition()
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, repo_root: Path) -> Iterator[Checkout]:
+    made = Checkout(tmp_path, repo_root)
+    yield made
+    if (made.programs / "pids.json").exists():
+        for pid in made.alive():
+            os.kill(pid, signal.SIGKILL)
+
+
+def read_until(stream: Iterator[str], word: str) -> str:
+    for line in stream:
+        if word in line:
+            return line
+    raise AssertionError(f"the script ended without a line that contains {word!r}")
+
+
+@pytest.mark.parametrize(("sent", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_a_signal_stops_every_process(checkout: Checkout, sent: signal.Signals, status: int) -> None:
+    script = checkout.start()
+    assert script.stdout is not None and script.stderr is not None
+    assert f"http://127.0.0.1:{checkout.port}" in read_until(script.stderr, "ready on")
+    assert len(checkout.alive()) == 2
+    script.send_signal(sent)
+    assert script.wait(30) == status
+    assert checkout.alive() == []
+    assert script.stderr.read() == "serve: stopping\n"
+
+
+def test_the_server_ends_with_a_killed_script(checkout: Checkout) -> None:
+    script = checkout.start()
+    assert script.stderr is not None
+    read_until(script.stderr, "ready on")
+    server = json.loads((checkout.programs / "pids.json").read_text())[0]
+    script.kill()
+    assert script.wait(30) == -signal.SIGKILL
+    assert wait_until(lambda: not is_running(server))
+
+
+def test_the_status_is_the_server_s(checkout: Checkout) -> None:
+    script = checkout.start("--fail")
+    output, errors = script.communicate(timeout=30)
+    assert (script.returncode, output, errors) == (7, "", "")
+
+
+def test_the_printed_command_is_a_request(checkout: Checkout) -> None:
+    script = checkout.start()
+    assert script.stdout is not None and script.stderr is not None
+    read_until(script.stderr, "ready on")
+    command = script.stdout.readline() + script.stdout.readline()
+    script.terminate()
+    script.communicate(timeout=30)
+    assert command.startswith(f"curl http://127.0.0.1:{checkout.port}/v1/completions ")
+    body = json.loads(re.search(r"-d '(.*)'", command).group(1))  # type: ignore[union-attr]
+    assert {"model", "prompt", "max_tokens"} <= set(body)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "added"),
+    [
+        ([], ["--model-path", "{demo}/target", "--speculative-draft-model-path", "{demo}/draft", "{ddtree}"]),
+        (["--speculative-algorithm", "DFLASH"], ["--model-path", "{demo}/target", "--speculative-draft-model-path", "{demo}/draft"]),
+        (["--speculative-algorithm=DFLASH"], ["--model-path", "{demo}/target", "--speculative-draft-model-path", "{demo}/draft"]),
+        (["--model-path", "m"], []),
+        (["--model-path=m"], []),
+        (["--model-path", "m", "--speculative-draft-model-path", "d"], ["{ddtree}"]),
+        (["--model-path", "m", "--speculative-draft-model-path", "d", "--speculative-algorithm", "DFLASH"], []),
+        (["--host", "127.0.0.1"], ["--model-path", "{demo}/target", "--speculative-draft-model-path", "{demo}/draft", "{ddtree}"]),
+    ],
+)  # fmt: skip
+def test_arguments_are_added_only_where_needed(checkout: Checkout, arguments: list[str], added: list[str]) -> None:
+    script = checkout.start(*arguments, "--fail")
+    script.communicate(timeout=30)
+    demo = str(checkout.root / "tests" / "models" / "demo")
+    expected = [
+        word for text in added for word in text.format(demo=demo, ddtree="--speculative-algorithm DDTREE").split()
+    ]
+    own = ["--host", "127.0.0.1", "--port", str(checkout.port)]
+    assert checkout.server_arguments() == [*own, *expected, "--port", str(checkout.port), *arguments, "--fail"]
+
+
+def test_a_port_in_use_is_refused_before_the_set_up(checkout: Checkout) -> None:
+    with socket.create_server(("127.0.0.1", checkout.port)):
+        script = checkout.start()
+        output, errors = script.communicate(timeout=30)
+    assert (script.returncode, output) == (1, "")
+    assert errors == (
+        f"serve: port {checkout.port}: expected it to be free, got an answer; stop what listens there or pass --port\n"
+    )
+    assert not (checkout.root / "setup-calls").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--port", "many"], ("--port: expected 1 to 65535, got many",)),
+        (["--port", "65536"], ("--port: expected 1 to 65535, got 65536",)),
+        (["--port=0"], ("--port: expected 1 to 65535, got 0",)),
+        (["--speculative-draft-model-path", "/absent"], ("expected a directory, got /absent", "DFlash drafter")),
+    ],
+)
+def test_bad_arguments_are_refused_before_the_set_up(
+    checkout: Checkout, arguments: list[str], words: tuple[str, ...]
+) -> None:
+    script = checkout.start(*arguments)
+    output, errors = script.communicate(timeout=30)
+    assert (script.returncode, output) == (1, "")
+    assert len(errors.splitlines()) == 1
+    for word in words:
+        assert word in errors
+    assert not (checkout.root / "setup-calls").exists()
+
+
+def test_help_names_sglang_s_own(checkout: Checkout) -> None:
+    script = checkout.start("--help")
+    output, errors = script.communicate(timeout=30)
+    assert (script.returncode, errors) == (0, "")
+    assert output.startswith("Starts the patched SGLang")
+    assert "sglang.launch_server --help" in output
+    assert not (checkout.root / "setup-calls").exists()
+
+
+def test_the_real_server_starts_and_stops(repo_root: Path, demo_pair: ModelPair) -> None:
+    """The whole path of a user: the script, an answer, Ctrl-C."""
+    if not (repo_root / "build" / "env" / "fork.stamp").exists():
+        pytest.skip("needs the environment that scripts/setup makes")
+    arguments = ["--model-path", str(demo_pair.target), "--speculative-draft-model-path", str(demo_pair.draft)]
+    script = subprocess.Popen(
+        [repo_root / "scripts" / "serve", "--port", str(free_port()), *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert script.stdout is not None and script.stderr is not None
+        address = read_until(script.stderr, "serve: ready on").split("ready on ")[1].split()[0]
+        body = json.dumps({"model": "default", "prompt": "import os\n", "max_tokens": 8}).encode()
+        request = urllib.request.Request(
+            f"{address}/v1/completions", data=body, headers={"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=120) as response:
+            assert json.load(response)["choices"][0]["text"]
+        script.send_signal(signal.SIGINT)
+        script.communicate(timeout=60)
+        assert script.returncode == 130
+    finally:
+        if script.poll() is None:
+            script.kill()
