@@ -61,13 +61,8 @@ class Checkout:
         path.chmod(0o755)
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [self.root / "scripts" / "serve", "--port", str(self.port), *arguments],
-            cwd=self.root,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        command = [self.root / "scripts" / "serve", "--port", str(self.port), *arguments]
+        return subprocess.Popen(command, cwd=self.root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
     def server_arguments(self) -> list[str]:
         arguments: list[str] = json.loads((self.programs / "arguments.json").read_text())
@@ -219,13 +214,8 @@ def test_the_real_server_starts_and_stops(repo_root: Path, demo_pair: ModelPair)
     """The whole path of a user: the script, an answer, Ctrl-C."""
     if not (repo_root / "build" / "env" / "fork.stamp").exists():
         pytest.skip("needs the environment that scripts/setup makes")
-    arguments = ["--model-path", str(demo_pair.target), "--speculative-draft-model-path", str(demo_pair.draft)]
-    script = subprocess.Popen(
-        [repo_root / "scripts" / "serve", "--port", str(free_port()), *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    command = [repo_root / "scripts" / "serve", "--port", str(free_port()), *demo_pair.arguments("DDTREE")]
+    script = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         assert script.stdout is not None and script.stderr is not None
         address = read_until(script.stderr, "serve: ready on").split("ready on ")[1].split()[0]
