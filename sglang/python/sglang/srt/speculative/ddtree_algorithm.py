@@ -43,17 +43,11 @@ class DDTreeAlgorithm(CustomSpecAlgo):
     def carries_draft_hidden_states(self) -> bool:
         return False
 
-    def create_future_map(
-        self,
-        device: torch.device,
-        req_to_token_pool: Any,
-        needs_cpu_seq_lens: bool = True,
-        needs_confidence_relay: bool = False,
-    ) -> FutureMap:
+    def create_future_map(self, device: torch.device, *pools: Any, **needs: Any) -> FutureMap:
         """The relay between overlapped steps, as the built-in algorithms make it."""
         from sglang.srt.managers.overlap_utils import FutureMap
 
-        return FutureMap(device, self, req_to_token_pool, needs_cpu_seq_lens, needs_confidence_relay)
+        return FutureMap(device, self, *pools, **needs)
 
     def handle_server_args(self, server_args: ServerArgs) -> None:
         from sglang.srt.speculative.ddtree_args import resolve_server_args
