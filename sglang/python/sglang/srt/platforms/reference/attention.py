@@ -11,15 +11,16 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from sglang.srt.layers.attention.attention_registry import register_attention_backend
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import AttentionType
-from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MLATokenToKVPool
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
 if TYPE_CHECKING:
-    from sglang.srt.layers.radix_attention import RadixAttention
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.layers.radix_attention import RadixAttention as Layer
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch as Batch
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 # Prefixes up to this many tokens share a group; longer ones share one with prefixes of the same power of two.
@@ -32,31 +33,33 @@ MAX_SCORE_ELEMENTS = 1 << 24
 class Group:
     """Requests that attend together: ``n`` requests, ``T`` new rows each, prefixes padded to ``P`` tokens."""
 
-    rows: torch.Tensor  # [n, T] int64: row numbers of the new tokens in the batch
-    prefix_slots: torch.Tensor  # [n, P] int64: pool slots of the prefix, padded with slot 0, which is always finite
-    prefix_lens: torch.Tensor  # [n] int64
-    tree: torch.Tensor | None = None  # [n, T, P + T] bool: what each row may see, instead of the causal rule
-    biases: dict[tuple[bool, int], torch.Tensor | None] = field(default_factory=dict)
+    rows: Tensor  # [n, T] int64: row numbers of the new tokens in the batch
+    prefix_slots: Tensor  # [n, P] int64: pool slots of the prefix, padded with slot 0, which is always finite
+    prefix_lens: Tensor  # [n] int64
+    tree: Tensor | None = None  # [n, T, P + T] bool: what each row may see, instead of the causal rule
+    biases: dict[tuple[bool, int], Tensor | None] = field(default_factory=dict)
 
-    def bias(self, causal: bool, window: int) -> torch.Tensor | None:
+    def bias(self, causal: bool, window: int) -> Tensor | None:
         """Additive float32 mask [n, T, P + T] (0 or -inf); None when every row sees every column."""
         key = (causal, window)
         if key not in self.biases:
             self.biases[key] = self._make_bias(causal, window)
         return self.biases[key]
 
-    def _make_bias(self, causal: bool, window: int) -> torch.Tensor | None:
+    def _make_bias(self, causal: bool, window: int) -> Tensor | None:
         (_, num_rows), width = self.rows.shape, self.prefix_slots.shape[1]
         if self.tree is not None:
             if window >= 0:
                 raise ValueError("reference attention: a tree mask expects full attention, got a sliding window layer")
             visible = self.tree
         else:
-            column, row = torch.arange(width), torch.arange(num_rows)
+            column, offset = torch.arange(width), torch.arange(num_rows)
             prefix = self.prefix_lens[:, None, None]
             # Positions: a prefix column is its own position, a new row sits after its request's prefix.
-            key_position = torch.cat([column.expand(len(prefix), -1), self.prefix_lens[:, None] + row], dim=1)[:, None]
-            query_position = prefix + row[:, None]
+            key_position = torch.cat([column.expand(len(prefix), -1), self.prefix_lens[:, None] + offset], dim=1)[
+                :, None
+            ]
+            query_position = prefix + offset[:, None]
             is_live = torch.cat([column < prefix, torch.ones_like(prefix, dtype=torch.bool).expand(-1, 1, num_rows)], 2)
             visible = is_live.expand(-1, num_rows, -1)
             if causal:
@@ -68,9 +71,7 @@ class Group:
         return torch.zeros(visible.shape).masked_fill_(~visible, float("-inf"))
 
 
-def make_groups(
-    req_to_token: torch.Tensor, request_rows: torch.Tensor, prefix_lens: list[int], new_lens: list[int]
-) -> list[Group]:
+def make_groups(req_to_token: Tensor, request_rows: Tensor, prefix_lens: list[int], new_lens: list[int]) -> list[Group]:
     """Cut a batch into groups.
 
     Args:
@@ -80,14 +81,14 @@ def make_groups(
         new_lens: [bs] new rows; the batch holds them request by request.
     """
     members: dict[tuple[int, int], list[int]] = {}
-    for index, (prefix_len, new_len) in enumerate(zip(prefix_lens, new_lens, strict=True)):
+    for request, (prefix_len, new_len) in enumerate(zip(prefix_lens, new_lens, strict=True)):
         if new_len:
-            members.setdefault((new_len, max(prefix_len, SHORT_PREFIX).bit_length()), []).append(index)
+            members.setdefault((new_len, max(prefix_len, SHORT_PREFIX).bit_length()), []).append(request)
     ends = torch.tensor(new_lens, dtype=torch.int64).cumsum(0)
     groups = []
-    for (new_len, _), indices in members.items():
-        index = torch.tensor(indices)
-        lens = torch.tensor([prefix_lens[i] for i in indices])
+    for (new_len, _), requests in members.items():
+        index = torch.tensor(requests)
+        lens = torch.tensor([prefix_lens[request] for request in requests])
         width = int(lens.max())
         slots = req_to_token[request_rows[index], :width].to(torch.int64)
         slots.masked_fill_(torch.arange(width) >= lens[:, None], 0)
@@ -97,7 +98,7 @@ def make_groups(
 
 
 def attach_tree_mask(
-    groups: list[Group], mask: torch.Tensor, prefix_lens: list[int], num_rows: int, full_layout: bool
+    groups: list[Group], mask: Tensor, prefix_lens: list[int], num_rows: int, full_layout: bool
 ) -> None:
     """Give every group its part of a flat tree mask.
 
@@ -115,20 +116,16 @@ def attach_tree_mask(
     for group in groups:
         width = group.prefix_slots.shape[1]
         group.tree = torch.zeros(len(group.rows), num_rows, width + num_rows, dtype=torch.bool)
-        for tree, first_row, prefix in zip(group.tree, group.rows[:, 0].tolist(), group.prefix_lens.tolist(), strict=True):
-            tile = tiles[first_row // num_rows].view(num_rows, -1)
+        requests = (group.rows[:, 0] // num_rows).tolist()
+        for tree, request, prefix in zip(group.tree, requests, group.prefix_lens.tolist(), strict=True):
+            tile = tiles[request].view(num_rows, -1)
             tree[:, :prefix] = tile[:, :-num_rows] if full_layout else True
             tree[:, width:] = tile[:, -num_rows:]
 
 
 def attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    bias: torch.Tensor | None,
-    scaling: float,
-    logit_cap: float = 0.0,
-) -> torch.Tensor:
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scaling: float, logit_cap: float = 0.0
+) -> Tensor:
     """Softmax attention of one group in float32.
 
     Args:
@@ -175,7 +172,7 @@ class ReferenceAttnBackend(AttentionBackend):
         self.token_to_kv_pool = model_runner.token_to_kv_pool
         self.groups: list[Group] = []
 
-    def init_forward_metadata(self, forward_batch: "ForwardBatch") -> None:
+    def init_forward_metadata(self, forward_batch: "Batch") -> None:
         """Group the requests of a batch; called once before its layers run."""
         mode = forward_batch.forward_mode
         if mode.is_idle():
@@ -205,36 +202,20 @@ class ReferenceAttnBackend(AttentionBackend):
             raise ValueError(f"tree mask: layout FULL_MASK or QLEN_ONLY expected, got {layout}")
         attach_tree_mask(self.groups, mask, prefix_lens, num_rows, full_layout=layout == "FULL_MASK")
 
-    def get_cuda_graph_seq_len_fill_value(self) -> int:
-        return 1
-
-    def forward_decode(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        layer: "RadixAttention",
-        forward_batch: "ForwardBatch",
-        save_kv_cache: bool = True,
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        """Attention of one new row per request; the same computation as ``forward_extend`` with T = 1."""
-        return self.forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
-
     def forward_extend(
         self,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        layer: "RadixAttention",
-        forward_batch: "ForwardBatch",
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: "Layer",
+        forward_batch: "Batch",
         save_kv_cache: bool = True,
         **kwargs: Any,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Write the new rows to the pool and return the attention output [tokens, heads * value_dim]."""
         _refuse_unknown(layer, kwargs)
         out_cache_loc = forward_batch.out_cache_loc
-        new_kv: tuple[torch.Tensor, torch.Tensor] | None = None
+        new_kv: tuple[Tensor, Tensor] | None = None
         if k is not None and v is not None:
             if save_kv_cache:
                 self.token_to_kv_pool.set_kv_buffer(layer, KVWriteLoc(out_cache_loc), k, v)
@@ -250,46 +231,48 @@ class ReferenceAttnBackend(AttentionBackend):
             out[group.rows.flatten()] = result.flatten(0, 1).to(out.dtype)
         return out.flatten(1)
 
+    # A decode step is the case of one new row per request.
+    forward_decode = forward_extend
+
     def _gather(
         self,
         group: Group,
-        layer: "RadixAttention",
-        out_cache_loc: torch.Tensor,
-        new_kv: tuple[torch.Tensor, torch.Tensor] | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        layer: "Layer",
+        out_cache_loc: Tensor,
+        new_kv: tuple[Tensor, Tensor] | None,
+    ) -> tuple[Tensor, Tensor]:
         """Keys and values of a group, [n, P + T, kv_heads, dim]; new rows that are not in the pool come as arguments."""
         slots = group.prefix_slots
         if new_kv is None:
-            key, value = self._read_pool(torch.cat([slots, out_cache_loc[group.rows]], dim=1), layer)
-            return key, value
+            return self._read_pool(torch.cat([slots, out_cache_loc[group.rows]], dim=1), layer)
         key, value = (tensor[group.rows] for tensor in new_kv)
         if slots.shape[1]:
             prefix_key, prefix_value = self._read_pool(slots, layer)
             key, value = torch.cat([prefix_key, key], dim=1), torch.cat([prefix_value, value], dim=1)
         return key, value
 
-    def _read_pool(self, slots: torch.Tensor, layer: "RadixAttention") -> tuple[torch.Tensor, torch.Tensor]:
-        pool, flat = self.token_to_kv_pool, slots.flatten()
-        key = pool.get_key_buffer(layer.layer_id).index_select(0, flat).unflatten(0, slots.shape)
-        if isinstance(pool, MLATokenToKVPool):
-            # The value of a latent row is its first part: one gather serves both.
+    def _read_pool(self, slots: Tensor, layer: "Layer") -> tuple[Tensor, Tensor]:
+        keys, values = self.token_to_kv_pool.get_kv_buffer(layer.layer_id)
+        key = keys.index_select(0, slots.flatten()).unflatten(0, slots.shape)
+        if values.data_ptr() == keys.data_ptr():
+            # MLA: the value of a latent row is its first part, and one gather serves both.
             return key, key[..., : layer.v_head_dim]
-        return key, pool.get_value_buffer(layer.layer_id).index_select(0, flat).unflatten(0, slots.shape)
+        return key, values.index_select(0, slots.flatten()).unflatten(0, slots.shape)
 
 
-def _verify_width(forward_batch: "ForwardBatch") -> int:
+def _verify_width(forward_batch: "Batch") -> int:
     width = getattr(forward_batch.spec_info, "draft_token_num", None)
     if width is None:
         raise ValueError("reference attention: target-verify expects spec_info.draft_token_num, got none")
     return int(width)
 
 
-def _refuse_unknown(layer: "RadixAttention", kwargs: dict[str, Any]) -> None:
+def _refuse_unknown(layer: "Layer", kwargs: dict[str, Any]) -> None:
     given = sorted(name for name, value in kwargs.items() if value is not None)
     if given:
         raise ValueError(f"reference attention: no extra arguments expected, got {', '.join(given)}; serve on a GPU")
     if layer.k_scale is not None or layer.xai_temperature_len > 0:
-        raise ValueError("reference attention: a layer without KV scales or length temperature expected; serve on a GPU")
+        raise ValueError("reference attention: a layer without KV scales or temperature expected; serve on a GPU")
 
 
 def register() -> None:

@@ -14,10 +14,7 @@ from functools import wraps
 from types import ModuleType
 from typing import Any
 
-import torch
-
 from sglang.srt.platforms.reference import kernels, sampling
-
 
 _installed = False
 
@@ -33,7 +30,8 @@ class Hook:
     Attributes:
         target: ``module:attribute`` or ``module:Class.attribute``.
         parameters: names of the target's parameters in order; None when the target must exist and be None.
-        body: what takes its place; with ``around`` it gets the original as its first argument.
+        body: what takes its place. It gets, by name, those of the target's arguments that it has parameters for; with
+            ``around`` it gets the original function and all arguments as they came.
         reason: what fails without it.
     """
 
@@ -68,6 +66,7 @@ class Hook:
             expected = ", ".join(self.parameters)
             got = "no function" if found is None else f"({', '.join(found)})"
             raise HookError(f"hook {self.target}: parameters ({expected}) expected, got {got}; is this SGLang 0.5.17?")
+        assert self.around or set(inspect.signature(self.body).parameters) <= set(self.parameters), self.target
 
     def apply(self, owner: Any, name: str, current: Any) -> None:
         """Replace the target, also in modules that imported it by name; nothing happens the second time."""
@@ -84,9 +83,15 @@ class Hook:
 
 
 def _wrap(original: Callable[..., Any], body: Callable[..., Any], around: bool) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+    needed = tuple(inspect.signature(body).parameters)
+
     @wraps(original)
     def replacement(*args: Any, **kwargs: Any) -> Any:
-        return body(original, *args, **kwargs) if around else body(*args, **kwargs)
+        if around:
+            return body(original, *args, **kwargs)
+        given = signature.bind(*args, **kwargs).arguments
+        return body(*(given[name] for name in needed))
 
     return replacement
 

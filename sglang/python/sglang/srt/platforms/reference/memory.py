@@ -9,6 +9,9 @@ from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 
+# Integer tensors: lengths [bs] and pool slots.
+Ints = torch.Tensor
+
 
 class ReferenceMHATokenToKVPool(MHATokenToKVPool):
     """Keys and values of ordinary attention, each ``[slots, kv_heads, head_dim]`` per layer."""
@@ -38,16 +41,18 @@ class ReferenceSlotAllocator(TokenToKVPoolAllocator):
 class ReferencePagedAllocator(PagedTokenToKVPoolAllocator):
     """The paged allocator with its two device kernels written as index arithmetic."""
 
+    free_pages: torch.Tensor
+
     def alloc_extend(
         self,
-        prefix_lens: torch.Tensor,
-        prefix_lens_cpu: torch.Tensor,
-        seq_lens: torch.Tensor,
-        seq_lens_cpu: torch.Tensor,
-        last_loc: torch.Tensor,
+        prefix_lens: Ints,
+        prefix_lens_cpu: Ints,
+        seq_lens: Ints,
+        seq_lens_cpu: Ints,
+        last_loc: Ints,
         extend_num_tokens: int,
         num_new_pages: int | None = None,
-    ) -> torch.Tensor | None:
+    ) -> Ints | None:
         """Return ``extend_num_tokens`` int64 slots, request by request, or None when there are too few pages.
 
         ``last_loc`` [bs] is the slot before each request's first new token; the page that holds it is filled first.
@@ -75,9 +80,7 @@ class ReferencePagedAllocator(PagedTokenToKVPoolAllocator):
         self.free_pages = self.free_pages[needed:]
         return slots
 
-    def alloc_decode(
-        self, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor, last_loc: torch.Tensor
-    ) -> torch.Tensor | None:
+    def alloc_decode(self, seq_lens: Ints, seq_lens_cpu: Ints, last_loc: Ints) -> Ints | None:
         """Return one int64 slot per request ([bs]), or None when there are too few pages."""
         return self.alloc_extend(
             seq_lens - 1, seq_lens_cpu - 1, seq_lens, seq_lens_cpu, last_loc, extend_num_tokens=len(seq_lens)

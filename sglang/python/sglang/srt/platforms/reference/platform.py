@@ -25,7 +25,6 @@ class ReferencePlatform(CpuDeviceMixin, SRTPlatform):
 
     _enum = PlatformEnum.OOT
     device_name = "reference"
-    supported_quantization: list[str] = []
 
     def __init__(self) -> None:
         # SGLang's modules are still being imported, so the hooks wait until their targets exist: a process that parses

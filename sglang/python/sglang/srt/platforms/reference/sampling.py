@@ -31,66 +31,73 @@ def _rescale(probs: torch.Tensor) -> torch.Tensor:
 
 def sample_chain(
     *,
-    predicts: torch.Tensor,
-    accept_index: torch.Tensor,
-    accept_token_num: torch.Tensor,
     candidates: torch.Tensor,
-    retrive_index: torch.Tensor,
-    retrive_next_token: torch.Tensor,
-    retrive_next_sibling: torch.Tensor,
+    target_probs: torch.Tensor,
     uniform_samples: torch.Tensor,
     uniform_samples_for_final_sampling: torch.Tensor,
-    target_probs: torch.Tensor,
-    draft_probs: torch.Tensor,
     threshold_single: float,
     threshold_acc: float,
-    deterministic: bool,
+    retrive_index: torch.Tensor,
+    retrive_next_sibling: torch.Tensor,
+    accept_token_num: torch.Tensor,
+    accept_index: torch.Tensor,
+    predicts: torch.Tensor,
+    **unused: object,
 ) -> None:
-    """Verify chains of drafted tokens by sampling from the target; results are written into the first three tensors.
+    """Verify chains of drafted tokens by sampling from the target; results are written into the last three tensors.
 
     Row ``t`` of a chain accepts candidate ``t + 1`` with its target probability (divided by ``threshold_acc``, or
     always from ``threshold_single`` on). The first rejection draws from the row without the rejected token, which
     together gives the target's distribution when both thresholds are 1.
 
     Args:
-        predicts: [bs * T] int32, out: the token that follows each row on the accepted path.
-        accept_index: [bs, T] int32, out: rows of the accepted path, then -1.
-        accept_token_num: [bs] int32, out: accepted candidates, 0 to T - 1.
         candidates: [bs, T] int64, column 0 is the last committed token.
-        retrive_index: [bs, T] int64 row numbers of the candidates.
-        retrive_next_token: accepted for the interface; a chain needs no links.
-        retrive_next_sibling: [bs, T] int64, -1 everywhere: trees are refused with ValueError.
+        target_probs: [bs, T, vocab] float32.
         uniform_samples: [bs, T] float32 in [0, 1), one per candidate.
         uniform_samples_for_final_sampling: [bs] float32 in [0, 1), for the token after the path.
-        target_probs: [bs, T, vocab] float32.
-        draft_probs: accepted for the interface; a drafted token is certain for its drafter.
         threshold_single: see above.
         threshold_acc: see above.
-        deterministic: accepted for the interface; this function always is.
+        retrive_index: [bs, T] int64 row numbers of the candidates.
+        retrive_next_sibling: [bs, T] int64, -1 everywhere: trees are refused with ValueError.
+        accept_token_num: [bs] int32, out: accepted candidates, 0 to T - 1.
+        accept_index: [bs, T] int32, out: rows of the accepted path, then -1.
+        predicts: [bs * T] int32, out: the token that follows each row on the accepted path.
+        unused: links and drafter probabilities, which say nothing new about a chain of certain candidates.
     """
-    del retrive_next_token, draft_probs, deterministic
+    del unused
     if bool((retrive_next_sibling >= 0).any()):
         raise ValueError("sample_chain: a chain expected, got a tree (a node with a sibling)")
-    num_rows = candidates.shape[1]
-    drafted = candidates[:, 1:, None]
-    prob = target_probs[:, :-1].gather(-1, drafted).squeeze(-1)
-    accepted = (uniform_samples[:, : num_rows - 1] * threshold_acc < prob) | (prob >= threshold_single)
-    length = accepted.to(torch.int64).cumprod(dim=1).sum(dim=1)
-    request = torch.arange(len(candidates))
-    last = target_probs[request, length].clone()
-    rejected = length < num_rows - 1
-    last[request[rejected], candidates[request[rejected], length[rejected] + 1]] = 0
-    cumulative = last.cumsum(-1)
-    draw = uniform_samples_for_final_sampling[:, None] * cumulative[:, -1:]
-    token = torch.searchsorted(cumulative, draw, right=True).squeeze(-1)
-    token = torch.minimum(token, _last_possible(last))
-
-    column = torch.arange(num_rows)
+    length = _accepted_length(candidates, target_probs, uniform_samples, threshold_single, threshold_acc)
+    token = _draw_after(candidates, target_probs, uniform_samples_for_final_sampling, length)
+    column = torch.arange(candidates.shape[1])
     accept_index.copy_(torch.where(column <= length[:, None], retrive_index, -1))
     accept_token_num.copy_(length)
     following = torch.cat([candidates[:, 1:], candidates[:, :1]], dim=1)
-    following[request, length] = token
+    following[torch.arange(len(length)), length] = token
     predicts[retrive_index.flatten()] = following.flatten().to(predicts.dtype)
+
+
+def _accepted_length(
+    candidates: torch.Tensor, probs: torch.Tensor, uniform: torch.Tensor, threshold_single: float, threshold_acc: float
+) -> torch.Tensor:
+    """Number of candidates accepted before the first rejection: [bs] int64."""
+    prob = probs[:, :-1].gather(-1, candidates[:, 1:, None]).squeeze(-1)
+    accepted = (uniform[:, :-1] * threshold_acc < prob) | (prob >= threshold_single)
+    return accepted.to(torch.int64).cumprod(dim=1).sum(dim=1)
+
+
+def _draw_after(
+    candidates: torch.Tensor, probs: torch.Tensor, uniform: torch.Tensor, length: torch.Tensor
+) -> torch.Tensor:
+    """Token after the accepted path: [bs] int64, drawn from its last row without the candidate rejected there."""
+    request = torch.arange(len(length))
+    last = probs[request, length].clone()
+    rejected = request[length < candidates.shape[1] - 1]
+    last[rejected, candidates[rejected, length[rejected] + 1]] = 0
+    cumulative = last.cumsum(-1)
+    draw = uniform[:, None] * cumulative[:, -1:]
+    token = torch.searchsorted(cumulative, draw, right=True).squeeze(-1)
+    return torch.minimum(token, _last_possible(last))
 
 
 def _last_possible(probs: torch.Tensor) -> torch.Tensor:
