@@ -165,6 +165,12 @@ def test_a_second_run_does_nothing(machine: Machine) -> None:
     assert (result.returncode, machine.calls(), result.stderr) == (0, [], "")
 
 
+def test_another_python_on_path_changes_nothing_once_it_is_made(machine: Machine) -> None:
+    assert machine.setup().returncode == 0
+    assert machine.setup(FAKE_VERSION="3.13").returncode == 0
+    assert machine.calls() == []
+
+
 def test_tests_are_a_layer_of_their_own(machine: Machine) -> None:
     assert machine.setup().returncode == 0
     assert machine.setup("--tests").returncode == 0
