@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -52,7 +53,7 @@ class Machine:
         for name in ("sglang", "patches", "scripts/requirements", "scripts/fork_tools"):
             (self.root / name).mkdir(parents=True)
         for name in ("installer", "cpu", "cuda", "test"):
-            (self.root / "scripts" / "requirements" / f"{name}.txt").write_text(name)
+            (self.root / "scripts" / "requirements" / f"{name}.txt").write_text(f"# {name}")
         (self.root / "scripts" / "fork").touch()
         (self.root / "patches" / "series").touch()
         shutil.copy(repo_root / "scripts" / "setup", self.root / "scripts" / "setup")
@@ -169,6 +170,18 @@ def test_another_python_on_path_changes_nothing_once_it_is_made(machine: Machine
     assert machine.setup().returncode == 0
     assert machine.setup(FAKE_VERSION="3.13").returncode == 0
     assert machine.calls() == []
+
+
+def test_the_environment_s_own_python_is_not_what_it_is_made_with(machine: Machine) -> None:
+    """An active environment is first on PATH, and it is removed before it is made again."""
+    assert machine.setup().returncode == 0
+    active = machine.root / "build" / "env" / "bin"
+    (active / "python").unlink()
+    (active / "python3").symlink_to(sys.executable)
+    (machine.root / "scripts" / "requirements" / f"{CHOSEN}.txt").write_text("changed")
+    result = machine.setup(PATH=f"{active}:{machine.programs}:/usr/bin:/bin")
+    assert str(active) not in result.stderr.splitlines()[0]
+    assert f"({Path(sys.executable).resolve()})" in result.stderr.splitlines()[0]
 
 
 def test_tests_are_a_layer_of_their_own(machine: Machine) -> None:
