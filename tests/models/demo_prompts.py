@@ -10,11 +10,9 @@ from tokenizers import Tokenizer
 NOUNS = (
     "account basket bridge camera counter device engine folder garden harbour invoice journey kettle ladder market "
     "needle orchard parcel quarry record sensor ticket umbrella vessel window yard"
-).split()
-VERBS = (
-    "add build check close collect copy count find load merge move open parse read remove save send sort split".split()
 )
-MODULES = "collections functools itertools json logging math os pathlib random re shutil string sys time".split()
+VERBS = "add build check close collect copy count find load merge move open parse read remove save send sort split"
+MODULES = "collections functools itertools json logging math os pathlib random re shutil string sys time"
 PARTS = (
     """import {module}
 import {module_2}
@@ -93,9 +91,9 @@ def write_file(generator: random.Random) -> str:
     """One beginning of a file: four different parts, filled with words and numbers."""
     parts = []
     for part in generator.sample(PARTS, 4):
-        noun, other = generator.sample(NOUNS, 2)
-        module, module_2 = sorted(generator.sample(MODULES, 2))
-        verb = generator.choice(VERBS)
+        noun, other = generator.sample(NOUNS.split(), 2)
+        module, module_2 = sorted(generator.sample(MODULES.split(), 2))
+        verb = generator.choice(VERBS.split())
         words = {"noun": noun, "other": other, "verb": verb, "module": module, "module_2": module_2}
         cases = {"Noun": noun.title(), "Verb": verb.title(), "NOUN": noun.upper(), "OTHER": other.upper()}
         parts.append(part.format(**words, **cases, number=generator.randrange(2, 100)))

@@ -71,7 +71,7 @@ def choose_prompts(target: Target, tokenizer: Tokenizer, seed: int) -> tuple[lis
 def evaluate(target: Target, drafter: Drafter, tokenizer: Tokenizer, sequences: list[Tensor]) -> dict[str, Any]:
     """Accept lengths of chain and trees on the first `NUM_EVAL_PROMPTS` prompts, greedy, float32."""
     results: list[dict[int, Rounds]] = []
-    samples = []
+    samples: list[dict[str, str]] = []
     for sequence in sequences[:NUM_EVAL_PROMPTS]:
         length = PROMPT_LENGTHS[len(results) % len(PROMPT_LENGTHS)]
         results += measure(target, drafter, sequence.unsqueeze(0), length, BUDGETS)

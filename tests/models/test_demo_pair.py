@@ -79,7 +79,8 @@ def test_weights_have_the_shapes_of_the_configuration(config: PairConfig, folder
 
 def tensor_facts(path: Path) -> dict[str, tuple[list[int], str]]:
     with safe_open(path, "pt") as file:
-        slices = {name: file.get_slice(name) for name in file.keys()}
+        names = file.keys()
+        slices = {name: file.get_slice(name) for name in names}
         return {name: (part.get_shape(), part.get_dtype()) for name, part in slices.items()}
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from demo_eval import generate
-from demo_models import Drafter, PairConfig, Target, save_pair, write_json
+from demo_models import Drafter, MoE, PairConfig, Target, save_pair, write_json
 from demo_text import EOS, SPECIAL, read_source, save_tokenizer, split_files, train_tokenizer
 from measure_demo_pair import environment, measure_pair
 from tokenizers import Tokenizer
@@ -116,9 +116,9 @@ def train_target(config: PairConfig, corpus: Corpus, held_out: Corpus, args: arg
     target = Target(config).to(corpus.stream.device)
 
     def balance() -> None:
-        for layer in target.layers[1:]:
-            load = layer.mlp.load
-            layer.mlp.gate.e_score_correction_bias += 1e-3 * (load.mean() - load).sign()
+        for module in target.modules():
+            if isinstance(module, MoE) and module.load is not None:
+                module.gate.e_score_correction_bias += 1e-3 * (module.load.mean() - module.load).sign()
 
     report = train(
         "target",
