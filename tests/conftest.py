@@ -19,7 +19,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--pair",
         type=Path,
         default=REPO_ROOT / "tests" / "models" / "demo",
-        help="directory with the model pair (target/ and draft/) that the tests serve",
+        help="directory with the model pair (target/ and draft/) that the tests serve, as --pair=DIRECTORY",
     )
 
 
