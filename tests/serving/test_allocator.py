@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 import requests
+from prometheus_client.parser import text_string_to_metric_families
 
 from serving.server import Server
+from sglang.srt.speculative.ddtree_args import DEFAULT_BUDGET
 
-NUM_REQUESTS = 300
 CONCURRENCY = 12
 POOL_TOKENS = 640
 WORDS = ("def", "return", "import", "class", "self", "None", "x", "=", "(", ")", ":", "for", "in", "range")
@@ -46,20 +47,34 @@ def send(server: Server, body: dict[str, Any], abort_after: float | None) -> int
     return int(response.json()["meta_info"]["completion_tokens"]) if response.status_code == 200 else 0
 
 
-@pytest.mark.parametrize("page_size", [1, 16])
-def test_pool_returns_to_its_start(serve: Callable[..., Server], page_size: int) -> None:
+def check_metrics(text: str) -> None:
+    """DDTREE's series are there after the load, and none is out of its range."""
+    values: dict[str, float] = {}
+    for family in text_string_to_metric_families(text):
+        values |= {sample.name: sample.value for sample in family.samples if "_bucket" not in sample.name}
+    verified, accepted = (values[f"sglang:spec_tree_nodes_{kind}_total"] for kind in ("verified", "accepted"))
+    assert 0 < accepted < verified
+    assert values["sglang:spec_accepted_depth_sum"] == accepted
+    assert values["sglang:spec_accepted_depth_count"] == verified / DEFAULT_BUDGET
+    assert 0 <= values["sglang:spec_accept_rate"] <= 1
+    assert values["sglang:spec_accept_length"] >= 1
+
+
+@pytest.mark.parametrize(("page_size", "num_requests"), [(1, 300), (16, 100)])
+def test_pool_returns_to_its_start(serve: Callable[..., Server], page_size: int, num_requests: int) -> None:
     server = serve(
         "DDTREE",
         *("--page-size", str(page_size), "--max-total-tokens", str(POOL_TOKENS), "--enable-metrics"),
         environment={"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1", "SGLANG_TEST_RETRACT": "1"},
     )
     rng = random.Random(page_size)
-    jobs = [(make_request(rng, n), rng.uniform(0.0, 0.6) if rng.random() < 0.25 else None) for n in range(NUM_REQUESTS)]
+    jobs = [(make_request(rng, n), rng.uniform(0.0, 0.6) if rng.random() < 0.25 else None) for n in range(num_requests)]
     with ThreadPoolExecutor(CONCURRENCY) as pool:
         lengths = list(pool.map(lambda job: send(server, *job), jobs))
-    assert sum(lengths) > NUM_REQUESTS, "most requests must have run"
+    assert sum(lengths) > num_requests, "most requests must have run"
     assert server.running and "Traceback" not in server.output(), server.tail()
     assert "retract" in server.output().lower(), "the load was meant to force retractions"
+    check_metrics(requests.get(f"{server.url}/metrics", timeout=60).text)
     assert requests.post(f"{server.url}/flush_cache", timeout=60).status_code == 200, "nothing may still hold a slot"
 
     # After a flush a request that needs nearly the whole pool must fit, which a lost slot would prevent.

@@ -17,10 +17,12 @@ import pytest
 import requests
 
 from serving.server import Server
+from sglang.srt.speculative.ddtree_args import DEFAULT_BUDGET
 
 NUM_PROMPTS = 200
 MAX_NEW_TOKENS = 24
 CONCURRENCY = 16
+BLOCK_SIZE = 8
 # The first prompts are sent alone, the next ones streamed, the rest all at once.
 NUM_SINGLE, NUM_STREAMED = 12, 28
 
@@ -81,10 +83,21 @@ def test_chain_is_lossless(serve: Serve, prompts: list[str], plain: list[list[in
 
 @pytest.mark.parametrize("budget", [1, 7, 16, 32, 64])
 def test_tree_is_lossless(serve: Serve, prompts: list[str], plain: list[list[int]], budget: int) -> None:
-    server = serve("DDTREE", "--speculative-ddtree-budget", str(budget))
+    # The default budget goes without the flag, so that other tests can share the server.
+    server = serve("DDTREE", *(["--speculative-ddtree-budget", str(budget)] if budget != DEFAULT_BUDGET else []))
     assert answers(server, prompts) == plain
-    accept_length = generate(server, prompts[0], max_new_tokens=96)["meta_info"]["spec_accept_length"]
-    assert accept_length > 1.2, "a tree that accepts next to nothing would be lossless too"
+    check_meta_info(generate(server, prompts[0], max_new_tokens=96)["meta_info"], budget)
+
+
+def check_meta_info(meta: dict[str, Any], budget: int) -> None:
+    """The speculative figures of one answer agree with each other, and drafts were accepted at all."""
+    accepted, steps, depth = meta["spec_num_correct_drafts"], meta["spec_verify_ct"], min(budget, BLOCK_SIZE - 1)
+    assert meta["spec_accept_length"] > 1.2, "a tree that accepts next to nothing would be lossless too"
+    assert meta["spec_accept_rate"] == pytest.approx(accepted / (steps * depth)) and meta["spec_accept_rate"] <= 1
+    assert meta["spec_node_use"] == pytest.approx(accepted / (steps * budget))
+    histogram = meta["spec_accept_histogram"]
+    assert len(histogram) <= depth + 1 and sum(histogram) == steps
+    assert sum(count * times for count, times in enumerate(histogram)) == accepted
 
 
 @pytest.mark.parametrize(
