@@ -16,6 +16,8 @@ logger = logging.getLogger(__name__)
 DEFAULT_MAX_TOTAL_TOKENS = 65536
 DEFAULT_MAX_RUNNING_REQUESTS = 32
 DEFAULT_CHUNKED_PREFILL_SIZE = 2048
+# With --enable-deterministic-inference SGLang cuts chunks at multiples of this and waits for ever on smaller ones.
+DETERMINISTIC_CHUNKED_PREFILL_SIZE = 4096
 # Weights and KV together, as a share of the memory that is free at the start.
 DEFAULT_MEM_FRACTION = 0.6
 
@@ -42,7 +44,6 @@ _SUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "cuda_graph_backend_prefill": ((None, Backend.DISABLED), _NO_GRAPHS),
     "enable_torch_compile": ((False,), "no compiler is assumed to be installed"),
     "enable_hierarchical_cache": ((False,), "it copies between host and device"),
-    "enable_deterministic_inference": ((False,), "it selects Triton kernels; one process on one CPU is repeatable"),
     "disaggregation_mode": (("null",), "it moves KV between GPUs"),
     "enable_lora": ((None, False), "its kernels need a GPU"),
 }
@@ -79,7 +80,9 @@ def set_defaults(server_args: "ServerArgs") -> None:
     server_args.sleep_on_idle = True
     _set_if_open(server_args, "max_total_tokens", DEFAULT_MAX_TOTAL_TOKENS)
     _set_if_open(server_args, "max_running_requests", DEFAULT_MAX_RUNNING_REQUESTS)
-    _set_if_open(server_args, "chunked_prefill_size", DEFAULT_CHUNKED_PREFILL_SIZE)
+    deterministic = server_args.enable_deterministic_inference
+    chunk = DETERMINISTIC_CHUNKED_PREFILL_SIZE if deterministic else DEFAULT_CHUNKED_PREFILL_SIZE
+    _set_if_open(server_args, "chunked_prefill_size", chunk)
     _set_if_open(server_args, "mem_fraction_static", DEFAULT_MEM_FRACTION)
     logger.info(
         "No accelerator found: serving on the reference platform (CPU, plain torch attention, %s, at most %d tokens).",

@@ -133,6 +133,10 @@ def _keep_embeds_dtype(original: Callable[..., Any], runner: Any, forward_batch:
     return kwargs
 
 
+def _no_batch_invariant_kernels() -> None:
+    """Leave batch-invariant Triton kernels out; --enable-deterministic-inference still makes seeds count."""
+
+
 _DFLASH_UTILS = "sglang.srt.speculative.dflash_utils"
 _INTERPRETED = "the Triton interpreter takes milliseconds for it"
 _NO_SGL_KERNEL = "sgl_kernel has no CPU build; without it sampled requests are verified greedily"
@@ -168,6 +172,12 @@ HOOKS = (
         _keep_embeds_dtype,
         "input embeddings are cast to bfloat16 whatever the model's dtype is",
         around=True,
+    ),
+    Hook(
+        "sglang.srt.model_executor.model_runner:ModelRunner.maybe_enable_batch_invariant_mode",
+        ("self",),
+        _no_batch_invariant_kernels,
+        "normalisation would go through interpreted Triton kernels",
     ),
     Hook(
         "sglang.kernels.ops.speculative.cache_locs:assign_extend_cache_locs_func",
