@@ -38,6 +38,8 @@ int64_t sgl_sm120_mla_tree_verify_workspace_bytes(int32_t batch_size, int32_t nu
   return op::workspace_bytes(batch_size, num_tokens, num_heads, num_splits);
 }
 
+int32_t sgl_sm120_mla_tree_verify_shared_bytes(void) { return static_cast<int32_t>(sizeof(op::SharedStorage)); }
+
 int32_t sgl_sm120_mla_tree_verify(const SglSm120MlaTreeVerify* args, void* stream) {
   const SglSm120MlaTreeVerify& a = *args;
   if (!in_range(a)) return SGL_SM120_INVALID_ARGUMENT;
@@ -64,8 +66,8 @@ int32_t sgl_sm120_mla_tree_verify(const SglSm120MlaTreeVerify* args, void* strea
   p.num_splits = a.num_splits;
   p.scale_log2 = a.scale * 1.4426950408889634f;
   p.partial_out = static_cast<__nv_bfloat16*>(a.workspace);
-  p.partial_lse = reinterpret_cast<float*>(p.partial_out + static_cast<int64_t>(a.batch_size) * a.num_splits *
-                                                               p.num_rows * op::kDimV);
+  p.partial_lse = reinterpret_cast<float*>(p.partial_out +
+                                           static_cast<int64_t>(a.batch_size) * a.num_splits * p.num_rows * op::kDimV);
   return op::launch(p, a.batch_size, a.num_sms, static_cast<cudaStream_t>(stream));
 }
 

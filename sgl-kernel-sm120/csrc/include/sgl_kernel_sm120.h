@@ -54,9 +54,12 @@ typedef struct SglSm120MlaTreeVerify {
 // Host only: never touches a GPU.
 SGL_SM120_EXPORT int32_t sgl_sm120_abi_version(void);
 SGL_SM120_EXPORT const char* sgl_sm120_error_string(int32_t code);
-SGL_SM120_EXPORT int32_t sgl_sm120_mla_tree_verify_splits(int32_t batch_size, int32_t num_tokens, int32_t num_heads, int32_t num_sms);
-SGL_SM120_EXPORT int64_t sgl_sm120_mla_tree_verify_workspace_bytes(int32_t batch_size, int32_t num_tokens, int32_t num_heads,
-                                                  int32_t num_splits);
+SGL_SM120_EXPORT int32_t sgl_sm120_mla_tree_verify_splits(int32_t batch_size, int32_t num_tokens, int32_t num_heads,
+                                                          int32_t num_sms);
+SGL_SM120_EXPORT int64_t sgl_sm120_mla_tree_verify_workspace_bytes(int32_t batch_size, int32_t num_tokens,
+                                                                   int32_t num_heads, int32_t num_splits);
+
+SGL_SM120_EXPORT int32_t sgl_sm120_mla_tree_verify_shared_bytes(void);  // dynamic shared memory of a block
 
 // Launches on the current device. `stream` is a cudaStream_t.
 SGL_SM120_EXPORT int32_t sgl_sm120_mla_tree_verify(const SglSm120MlaTreeVerify* args, void* stream);

@@ -28,12 +28,14 @@ __global__ void __launch_bounds__(32 * kCombineWarps) combine_kernel(const __gri
   __shared__ float sums[kCombineWarps][kCombineColumns + 8];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   const int column = blockIdx.x * kCombineColumns, row = blockIdx.y, request = blockIdx.z;
-  ptx::grid_dependency_wait();
+  // Inputs of the call, complete before the split kernel started.
   const Work work(p, request);
+  const int64_t token = first_token(p, request);
+  ptx::grid_dependency_wait();
   if (work.num_active == 1) return;
 
-  const __nv_bfloat16* first = p.partial_out + (static_cast<int64_t>(request) * p.num_splits * p.num_rows + row) * kDimV +
-                               column + lane * 8;
+  const __nv_bfloat16* first =
+      p.partial_out + (static_cast<int64_t>(request) * p.num_splits * p.num_rows + row) * kDimV + column + lane * 8;
   auto load = [&](int split) {
     return __ldcg(reinterpret_cast<const uint4*>(first + static_cast<int64_t>(split) * p.num_rows * kDimV));
   };
@@ -73,7 +75,7 @@ __global__ void __launch_bounds__(32 * kCombineWarps) combine_kernel(const __gri
       x += pair.x;
       y += pair.y;
     }
-    __nv_bfloat16* target = p.out + (first_token(p, request) + row / p.num_heads) * p.out_token_stride +
+    __nv_bfloat16* target = p.out + (token + row / p.num_heads) * p.out_token_stride +
                             static_cast<int64_t>(row % p.num_heads) * p.out_head_stride + column;
     *reinterpret_cast<uint32_t*>(target + threadIdx.x * 2) = ptx::pack_bf16(x, y);
   }

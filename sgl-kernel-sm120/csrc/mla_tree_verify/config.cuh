@@ -18,6 +18,7 @@ constexpr int kBlockRows = 32;  // query rows of a block: two tiles of 16
 constexpr int kStepKeys = 32;   // keys between two block barriers
 constexpr int kStageKeys = 16;  // keys of a ring stage; a step takes two
 constexpr int kNumStages = 5;
+constexpr int kStepsInFlight = 4;  // at most 3 steps have keys in the ring; a power of two is cheaper to index
 constexpr int kNumWarps = 8;
 constexpr int kNumThreads = 32 * kNumWarps;
 
@@ -28,17 +29,19 @@ constexpr int kProbStride = (kStepKeys + 8) * 2;  // bytes; same reason
 constexpr int kOutBytes = kDimV * 2;
 constexpr int kOutStride = kOutBytes + 16;  // same reason, for fragments on their way out
 
-constexpr int kTilesQk = kDimQk / 16;           // k16 products of a score
-constexpr int kKeyGroups = kStepKeys / 8;       // a warp scores 8 keys for one tile of rows
-constexpr int kWarpColumns = kDimV / kNumWarps;  // columns of V of a warp
+constexpr int kTilesQk = kDimQk / 16;              // k16 products of a score
+constexpr int kKeyGroups = kStepKeys / 8;          // a warp scores 8 keys for one tile of rows
+constexpr int kWarpColumns = kDimV / kNumWarps;    // columns of V of a warp
 constexpr int kCopyKeys = kStageKeys / kNumWarps;  // keys of a stage that one warp copies
-constexpr int kBatchStages = 32 / kCopyKeys;       // stages whose slots fit one register of a warp
+constexpr int kSlotStages = 32 / kCopyKeys;        // stages whose slots a warp keeps
+constexpr int kKeyBuffers = 2;                     // fragments of keys in registers, one ahead of its products
+constexpr int kSums = 3;                           // independent sums of a score: they hide the latency of a product
 constexpr int kTreeWords = 3;                      // 32-bit words of a row's tree mask
 
-// The reference of a row's exponentials moves when a score exceeds it by more than this (log2): exact in bf16, whose
-// exponent is that of fp32, and rare after the first step.
+// The reference of a row's exponentials starts at zero and moves when a score is further away than this (log2). Powers
+// of two up to there cost no accuracy in bf16, whose exponent is that of fp32.
 constexpr float kReferenceSlack = 16.f;
-constexpr float kLowest = -1e30f;
+constexpr float kLowest = -1e30f;  // finite: differences of two of them are no NaN
 
 constexpr int kMaxWaves = 4;
 constexpr int kSharedLimit = 101376;  // bytes that a block of sm_120 may own
@@ -75,6 +78,15 @@ struct Params {
   SplitChoice choices[kMaxWaves];
 };
 
+// Where the keys of a block come from; kept in shared memory since registers are short.
+struct KeySource {
+  int prefix_begin;  // first entry of the request in kv_indices
+  int tree_begin;    // and in out_cache_loc
+  int prefix_len, last_key;
+  int first_key;  // of the split
+  int is_only_split;
+};
+
 struct __align__(128) SharedStorage {
   unsigned char kv[kNumStages][kStageBytes];
   unsigned char prob[2][kBlockRows * kProbStride];
@@ -82,8 +94,9 @@ struct __align__(128) SharedStorage {
   float row_scale[kBlockRows];
   uint32_t visible[kBlockRows][kTreeWords];  // tree keys that a row sees
   uint32_t live[kTreeWords];                 // tree keys that any row of this block sees
-  uint64_t full[kNumStages];                 // keys of the stage have arrived
-  uint64_t consumed;                         // every warp has read the values of the current step
+  KeySource source;
+  alignas(8) uint32_t slots[kNumWarps][kSlotStages * kCopyKeys];
+  uint64_t full[kStepsInFlight];  // the keys of a step have arrived
   uint64_t q_full;
 };
 static_assert(sizeof(SharedStorage) <= kSharedLimit, "one block must fit sm_120's shared memory");

@@ -40,7 +40,8 @@ inline int plan_splits(int batch_size, int num_tokens, int num_heads, int num_sm
 }
 
 inline int64_t workspace_bytes(int batch_size, int num_tokens, int num_heads, int num_splits) {
-  return num_splits == 1 ? 0 : static_cast<int64_t>(batch_size) * num_splits * num_tokens * num_heads * kPartialRowBytes;
+  return num_splits == 1 ? 0
+                         : static_cast<int64_t>(batch_size) * num_splits * num_tokens * num_heads * kPartialRowBytes;
 }
 
 // Raises the shared memory limit of the kernel, once per device.
@@ -56,10 +57,11 @@ inline cudaError_t configure_device() {
   return error;
 }
 
-// The prologue of either kernel may overlap the end of the kernel before it in the stream.
+// With `overlaps`, the kernel may start while the one before it in the stream still runs, and waits for it on the
+// device.
 template <class Kernel>
-cudaError_t launch_kernel(Kernel kernel, dim3 grid, int num_threads, size_t shared_bytes, const Params& params,
-                          cudaStream_t stream) {
+cudaError_t launch_kernel(Kernel kernel, dim3 grid, int num_threads, size_t shared_bytes, bool overlaps,
+                          const Params& params, cudaStream_t stream) {
   cudaLaunchAttribute attribute = {};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
@@ -69,7 +71,7 @@ cudaError_t launch_kernel(Kernel kernel, dim3 grid, int num_threads, size_t shar
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
   config.attrs = &attribute;
-  config.numAttrs = 1;
+  config.numAttrs = overlaps ? 1 : 0;
   return cudaLaunchKernelEx(&config, kernel, params);
 }
 
@@ -79,11 +81,12 @@ inline cudaError_t launch(Params params, int batch_size, int num_sms, cudaStream
   params.rows_per_block = ceil_div(params.num_rows, row_blocks);
   for (int i = 0; i < kMaxWaves; i++)
     params.choices[i] = splits_of_waves(batch_size * row_blocks, num_sms, i + 1, params.num_splits);
-  cudaError_t error = launch_kernel(split_kernel, dim3(row_blocks, params.num_splits, batch_size), kNumThreads,
-                                    sizeof(SharedStorage), params, stream);
+  // Splits are the slowest dimension: row blocks that share keys run side by side, and blocks without work come last.
+  cudaError_t error = launch_kernel(split_kernel, dim3(row_blocks, batch_size, params.num_splits), kNumThreads,
+                                    sizeof(SharedStorage), false, params, stream);
   if (error != cudaSuccess || params.num_splits == 1) return error;
-  return launch_kernel(combine_kernel, dim3(kDimV / kCombineColumns, params.num_rows, batch_size), 32 * kCombineWarps, 0,
-                       params, stream);
+  return launch_kernel(combine_kernel, dim3(kDimV / kCombineColumns, params.num_rows, batch_size), 32 * kCombineWarps,
+                       0, true, params, stream);
 }
 
 }  // namespace sm120::mla_tree_verify

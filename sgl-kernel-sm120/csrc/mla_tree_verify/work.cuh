@@ -8,7 +8,6 @@ namespace sm120::mla_tree_verify {
 
 // What a block costs beside its steps (prologue, first copies, epilogue), in steps: measured on an H200.
 constexpr float kBlockOverheadSteps = 6.f;
-constexpr int kMinSteps = 1;
 
 // The keys of a request are its prefix and then its tree, one run cut into steps of kStepKeys.
 struct Work {
@@ -29,7 +28,7 @@ struct Work {
         num_active = p.choices[i].num_splits;
       }
     }
-    num_active = min(num_active, (num_steps + kMinSteps - 1) / kMinSteps);
+    num_active = min(num_active, num_steps);
   }
 
   // First step of a split; splits differ by at most one step. num_steps < 2^15 and num_splits < 2^16: no overflow.

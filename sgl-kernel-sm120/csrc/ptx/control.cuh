@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Grid dependencies, lane election, and approximate arithmetic: one PTX instruction per function.
+// Grid dependencies, uniform values, and approximate arithmetic: one PTX instruction per function.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -16,12 +16,15 @@ __device__ __forceinline__ void grid_dependency_launch() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
-// True in exactly one lane. ptxas knows that it is one, so a bulk copy behind it needs no loop over lanes.
-__device__ __forceinline__ bool elect_one() {
-  uint32_t elected;
-  asm volatile("{ .reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p; }" : "=r"(elected));
-  return elected != 0;
+// threadIdx.x, read where it is asked for.
+__device__ __forceinline__ uint32_t thread_index() {
+  uint32_t index;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
+  return index;
 }
+
+// A value that is the same in all lanes, in a uniform register.
+__device__ __forceinline__ int uniform(int value) { return __reduce_max_sync(~0u, value); }
 
 // 2^x with denormals flushed to zero.
 __device__ __forceinline__ float exp2_approx(float x) {
@@ -34,6 +37,10 @@ __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
   const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
   return *reinterpret_cast<const uint32_t*>(&pair);
 }
+
+__device__ __forceinline__ float low_bf16(uint32_t pair) { return __uint_as_float(pair << 16); }
+
+__device__ __forceinline__ float high_bf16(uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); }
 
 __device__ __forceinline__ void store_shared(uint32_t address, uint32_t value) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every kind of bad input raises before any launch and names the argument, what was expected and what came."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from cases.mla_tree_verify import Case
+from problem import SCALE, make_problem
+
+import sgl_kernel_sm120 as kernels
+from sgl_kernel_sm120 import _mla_tree_verify
+
+BATCH, TOKENS, HEADS = 2, 9, 8
+ROWS = BATCH * TOKENS
+
+
+def good_arguments(device: str = "cpu") -> dict[str, Any]:
+    problem = make_problem(Case("good", (40, 3), HEADS, TOKENS), device)
+    names = ("q", "kv_pool", "kv_indptr", "kv_indices", "qo_indptr", "out_cache_loc", "custom_mask", "mask_indptr", "out")
+    arguments: dict[str, Any] = dict(zip(names, problem.arguments(), strict=True))
+    arguments["workspace"] = torch.empty(1 << 22, dtype=torch.uint8, device=device)
+    arguments["scale"] = SCALE
+    return arguments
+
+
+def misaligned(tensor: torch.Tensor) -> torch.Tensor:
+    """The same tensor, 2 bytes into a buffer."""
+    buffer = torch.empty(tensor.numel() + 8, dtype=tensor.dtype)
+    return buffer[1 : 1 + tensor.numel()].view(tensor.shape)
+
+
+Change = Callable[[dict[str, Any]], None]
+
+
+def replaced(name: str, value: Callable[[torch.Tensor], torch.Tensor | None]) -> Change:
+    def change(arguments: dict[str, Any]) -> None:
+        arguments[name] = value(arguments[name])
+
+    return change
+
+
+def without_requests(arguments: dict[str, Any]) -> None:
+    arguments["kv_indptr"] = arguments["kv_indptr"][:1]
+
+
+def with_tokens(tokens: int) -> Change:
+    def change(arguments: dict[str, Any]) -> None:
+        arguments["q"] = torch.zeros(BATCH * tokens, HEADS, 576, dtype=torch.bfloat16)
+
+    return change
+
+
+def with_batch(batch: int) -> Change:
+    def change(arguments: dict[str, Any]) -> None:
+        arguments["q"] = torch.zeros(batch, HEADS, 576, dtype=torch.bfloat16)
+        arguments["kv_indptr"] = torch.zeros(batch + 1, dtype=torch.int32)
+
+    return change
+
+
+def with_heads(heads: int) -> Change:
+    return replaced("q", lambda q: torch.zeros(ROWS, heads, 576, dtype=torch.bfloat16))
+
+
+BAD: list[tuple[str, Change, type[Exception], str]] = [
+    ("q-dtype", replaced("q", lambda t: t.half()), TypeError, "q: expected dtype torch.bfloat16, got torch.float16"),
+    ("q-dim", replaced("q", lambda t: t.flatten(1)), ValueError, "q: expected shape [rows, heads, 576], got (18, 4608)"),
+    ("q-width", replaced("q", lambda t: t[..., :512]), ValueError, "q: expected shape [rows, heads, 576], got (18, 8, 512)"),
+    ("q-rows", replaced("q", lambda t: t[:17]), ValueError, "q: expected a multiple of 2 rows"),
+    ("q-stride", replaced("q", lambda t: t.repeat_interleave(2, -1)[..., ::2]), ValueError, "q: expected strides in multiples of 8"),
+    ("q-odd-stride", replaced("q", lambda t: torch.zeros(18, 8, 577, dtype=t.dtype)[..., :576]), ValueError, "q: expected strides"),
+    ("q-alignment", replaced("q", misaligned), ValueError, "q: expected 16-byte alignment"),
+    ("q-device", replaced("q", lambda t: t.to("meta")), ValueError, "q: expected a cuda or cpu tensor, got meta"),
+    ("no-heads", with_heads(0), kernels.UnsupportedError, "heads: expected 1 to 128, got 0"),
+    ("129-heads", with_heads(129), kernels.UnsupportedError, "heads: expected 1 to 128, got 129"),
+    ("no-tokens", with_tokens(0), kernels.UnsupportedError, "tree tokens per request: expected 1 to 65, got 0"),
+    ("66-tokens", with_tokens(66), kernels.UnsupportedError, "tree tokens per request: expected 1 to 65, got 66"),
+    ("129-requests", with_batch(129), kernels.UnsupportedError, "batch size: expected 1 to 128, got 129"),
+    ("no-requests", without_requests, ValueError, "q: expected a multiple of 0 rows"),
+    ("pool-dtype", replaced("kv_pool", lambda t: t.to(torch.float8_e4m3fn)), TypeError, "kv_pool: expected dtype torch.bfloat16"),
+    ("pool-shape", replaced("kv_pool", lambda t: t.expand(-1, 2, -1)), ValueError, "kv_pool: expected shape [slots, 1, 576]"),
+    ("pool-width", replaced("kv_pool", lambda t: t[..., :512]), ValueError, "kv_pool: expected shape [slots, 1, 576]"),
+    ("pool-empty", replaced("kv_pool", lambda t: t[:0]), ValueError, "kv_pool: expected 1 to 2^31 - 1 slots, got 0"),
+    ("pool-stride", replaced("kv_pool", lambda t: torch.zeros(99, 1, 577, dtype=t.dtype)[..., :576]), ValueError, "kv_pool: expected dense slots"),
+    ("pool-alignment", replaced("kv_pool", misaligned), ValueError, "kv_pool: expected 16-byte alignment"),
+    ("indptr-dtype", replaced("kv_indptr", torch.Tensor.long), TypeError, "kv_indptr: expected dtype torch.int32, got torch.int64"),
+    ("indptr-dim", replaced("kv_indptr", lambda t: t[None]), ValueError, "kv_indptr: expected a contiguous vector"),
+    ("indices-dtype", replaced("kv_indices", torch.Tensor.int), TypeError, "kv_indices: expected dtype torch.int64, got torch.int32"),
+    ("indices-stride", replaced("kv_indices", lambda t: t[::2]), ValueError, "kv_indices: expected a contiguous vector"),
+    ("qo-dtype", replaced("qo_indptr", torch.Tensor.float), TypeError, "qo_indptr: expected dtype torch.int32 or torch.int64"),
+    ("qo-length", replaced("qo_indptr", lambda t: t[:2]), ValueError, "qo_indptr: expected 3 entries, got 2"),
+    ("loc-dtype", replaced("out_cache_loc", torch.Tensor.int), TypeError, "out_cache_loc: expected dtype torch.int64"),
+    ("loc-length", replaced("out_cache_loc", lambda t: t[:17]), ValueError, "out_cache_loc: expected 18 entries, got 17"),
+    ("mask-dtype", replaced("custom_mask", torch.Tensor.int), TypeError, "custom_mask: expected dtype torch.uint8 or torch.bool"),
+    ("mask-length", replaced("custom_mask", lambda t: t[:161]), ValueError, "custom_mask: expected at least 162 bytes, got 161"),
+    ("mask-alone", replaced("mask_indptr", lambda t: None), ValueError, "mask_indptr: expected a tensor beside custom_mask, got None"),
+    ("starts-alone", replaced("custom_mask", lambda t: None), ValueError, "custom_mask: expected a tensor beside mask_indptr"),
+    ("starts-dtype", replaced("mask_indptr", torch.Tensor.int), TypeError, "mask_indptr: expected dtype torch.int64"),
+    ("starts-length", replaced("mask_indptr", lambda t: t[:1]), ValueError, "mask_indptr: expected 3 entries, got 1"),
+    ("out-dtype", replaced("out", torch.Tensor.float), TypeError, "out: expected dtype torch.bfloat16, got torch.float32"),
+    ("out-shape", replaced("out", lambda t: t[:, :4]), ValueError, "out: expected shape (18, 8, 512), got (18, 4, 512)"),
+    ("out-width", replaced("out", lambda t: t[..., :256]), ValueError, "out: expected shape [rows, heads, 512], got (18, 8, 256)"),
+    ("out-alignment", replaced("out", misaligned), ValueError, "out: expected 16-byte alignment"),
+    ("workspace-dtype", replaced("workspace", torch.Tensor.int), TypeError, "workspace: expected dtype torch.uint8"),
+    ("workspace-alignment", replaced("workspace", misaligned), ValueError, "workspace: expected 16-byte alignment"),
+    ("two-devices", replaced("kv_pool", lambda t: t.to("meta")), ValueError, "kv_pool: expected device cpu like q, got meta"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "error", "message"), [b[1:] for b in BAD], ids=[b[0] for b in BAD])
+def test_bad_argument(change: Change, error: type[Exception], message: str) -> None:
+    arguments = good_arguments()
+    change(arguments)
+    with pytest.raises(error, match=re.escape(message)) as caught:
+        kernels.mla_tree_verify(**arguments)
+    assert re.fullmatch(r"[^\n]+: expected [^\n]+, got [^\n]+; [^\n]+", str(caught.value)), "expected, got, remedy"
+
+
+def test_good_arguments_pass() -> None:
+    arguments = good_arguments()
+    kernels.mla_tree_verify(**arguments)
+    assert bool(arguments["out"].isfinite().all())
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("num_tokens", 0), ("num_tokens", 66), ("num_heads", 0), ("num_heads", 129), ("batch_size", 0), ("batch_size", 129)]
+)  # fmt: skip
+def test_shape_outside_the_limits(name: str, value: int) -> None:
+    shape = {"batch_size": 1, "num_tokens": 9, "num_heads": 8, name: value}
+    reason = kernels.is_supported(**shape)  # type: ignore[arg-type]
+    assert reason is not None and f"got {value};" in reason
+    with pytest.raises(kernels.UnsupportedError, match=re.escape(reason)):
+        kernels.plan(**shape, num_sms=188)
+
+
+@pytest.mark.parametrize("num_splits", [0, -1, 65536])
+def test_bad_number_of_splits(num_splits: int) -> None:
+    with pytest.raises(ValueError, match=f"num_splits: expected 1 to 65535, got {num_splits}"):
+        kernels.plan(1, 9, 8, 188, num_splits)
+
+
+@pytest.mark.parametrize(
+    ("capability", "supported"), [((8, 0), False), ((8, 9), False), ((9, 0), True), ((10, 0), False), ((12, 0), True), ((12, 1), True)]
+)  # fmt: skip
+def test_card_without_a_kernel(capability: tuple[int, int], supported: bool) -> None:
+    reason = kernels.is_supported(batch_size=1, num_tokens=9, num_heads=8, capability=capability)
+    assert (reason is None) == supported
+    if reason is not None:
+        assert f"got {capability[0]}.{capability[1]}" in reason
+
+
+@pytest.mark.parametrize("name", ["dtype", "kv_dtype"])
+def test_unsupported_dtype(name: str) -> None:
+    arguments: dict[str, Any] = {"batch_size": 1, "num_tokens": 9, "num_heads": 8, name: torch.float8_e4m3fn}
+    reason = kernels.is_supported(**arguments)
+    assert reason is not None and "expected torch.bfloat16, got torch.float8_e4m3fn" in reason
+
+
+def test_card_is_refused_before_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Properties:
+        major, minor, multi_processor_count = 8, 9, 128
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: Properties)
+    _mla_tree_verify._num_sms.cache_clear()
+    with pytest.raises(kernels.UnsupportedError, match="got 8.9"):
+        _mla_tree_verify._num_sms(0)
+
+
+@pytest.mark.gpu
+def test_small_workspace() -> None:
+    arguments = good_arguments("cuda")
+    arguments["workspace"] = arguments["workspace"][:1024]
+    with pytest.raises(ValueError, match="workspace: expected at least [0-9]+ bytes, got 1024"):
+        kernels.mla_tree_verify(**arguments)
+
+
+@pytest.mark.gpu
+def test_tensors_on_two_devices() -> None:
+    arguments = good_arguments("cuda")
+    arguments["kv_indices"] = arguments["kv_indices"].cpu()
+    with pytest.raises(ValueError, match="kv_indices: expected device cuda:0 like q, got cpu"):
+        kernels.mla_tree_verify(**arguments)
