@@ -32,3 +32,7 @@ def install_one_line_errors() -> None:
 
     hook.prints_startup_errors = True  # type: ignore[attr-defined]
     sys.excepthook = hook
+
+
+# On import, so that whoever can raise a StartupError has it reported.
+install_one_line_errors()

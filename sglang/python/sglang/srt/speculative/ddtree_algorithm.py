@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from sglang.srt.sm120.startup import install_one_line_errors
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
@@ -73,6 +72,3 @@ def _create_worker(server_args: ServerArgs) -> type:
     from sglang.srt.speculative.ddtree_worker import DDTreeWorker
 
     return DDTreeWorker
-
-
-install_one_line_errors()

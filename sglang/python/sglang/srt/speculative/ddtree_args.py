@@ -201,16 +201,15 @@ def _disable_decode_graphs(server_args: ServerArgs) -> None:
 
 
 def request_refusal(req: Any) -> str | None:
-    """Why DDTREE cannot serve a request, or None; asked at admission, so that the client gets HTTP 400.
+    """Why a request cannot be served, or None; asked at admission by the DFLASH family, so that it gets HTTP 400.
 
-    Other algorithms of the DFLASH family keep their own rules.
+    Most entries are limits of DDTREE. The last one holds for DFLASH too: SGLang's sampler asserts on it in prefill,
+    which would take the scheduler down.
     """
-    from sglang.srt.runtime_context import get_spec
+    from sglang.srt.runtime_context import get_exec, get_spec
 
-    if not is_ddtree(get_spec().speculative_algorithm):
-        return None
     params = req.sampling_params
-    options = (
+    tree_refuses = (
         ("logprobs", req.return_logprob),
         ("return_hidden_states", req.return_hidden_states),
         ("json_schema", params.json_schema),
@@ -218,7 +217,9 @@ def request_refusal(req: Any) -> str | None:
         ("ebnf", params.ebnf),
         ("structural_tag", params.structural_tag),
     )
-    for name, value in options:
+    for name, value in tree_refuses if is_ddtree(get_spec().speculative_algorithm) else ():
         if value:
             return f"{name}: not supported with --speculative-algorithm DDTREE; drop it or use a server without DDTREE"
+    if params.min_p > 0 and get_exec().deterministic.enable_deterministic_inference:
+        return "min_p: not supported with --enable-deterministic-inference; drop the option or the flag"
     return None

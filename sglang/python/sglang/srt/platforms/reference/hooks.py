@@ -15,11 +15,12 @@ from types import ModuleType
 from typing import Any
 
 from sglang.srt.platforms.reference import kernels, sampling
+from sglang.srt.sm120.startup import StartupError
 
 _installed = False
 
 
-class HookError(RuntimeError):
+class HookError(StartupError):
     """A function that the reference platform replaces is missing or has other parameters than expected."""
 
 
