@@ -11,7 +11,7 @@ from setuptools.command.build_py import build_py
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT / "build_tools"))
 
-import toolchain  # noqa: E402
+import toolchain
 
 
 class BuildPackage(build_py):

@@ -27,9 +27,9 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "build" / "site")]
 
-from cases.mla_tree_verify import BENCH_CONTEXTS, BENCH_SHAPES  # noqa: E402
+from cases.mla_tree_verify import BENCH_CONTEXTS, BENCH_SHAPES
 
-import sgl_kernel_sm120 as kernels  # noqa: E402
+import sgl_kernel_sm120 as kernels
 
 DIM_QK, DIM_V, DIM_ROPE = 576, 512, 64
 ROW_BYTES = DIM_QK * 2
@@ -237,14 +237,13 @@ def copy_bandwidth() -> float:
     """Bytes per second of a large device-to-device copy, reads and writes counted."""
     source = torch.empty(2 << 30, dtype=torch.uint8, device="cuda").random_()
     target = torch.empty_like(source)
-    us = median_us([lambda: target.copy_(source)])
+    us = median_us([lambda: target.copy_(source)] * 20)  # the first ones run before the memory clock is up
     return 2 * source.numel() / us * 1e6
 
 
 def environment(bandwidth: float) -> dict[str, Any]:
-    driver = subprocess.run(
-        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True
-    ).stdout.strip()
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    driver = subprocess.run(query, check=True, capture_output=True, text=True).stdout.strip()
     properties = torch.cuda.get_device_properties(0)
     return {
         "gpu": properties.name,
@@ -259,7 +258,9 @@ def environment(bandwidth: float) -> dict[str, Any]:
     }
 
 
-def measure(cell: Cell, pool: torch.Tensor, order: torch.Tensor, peers: list[str], why: dict[str, str]) -> dict[str, Any]:
+def measure(
+    cell: Cell, pool: torch.Tensor, order: torch.Tensor, peers: list[str], why: dict[str, str]
+) -> dict[str, Any]:
     """One row; a peer that fails leaves None and its reason in `why`."""
     inputs = make_inputs(cell, pool, order)
     row: dict[str, Any] = {"bs": cell.batch, "heads": cell.heads, "tree": cell.tokens, "context": cell.context}
@@ -284,7 +285,9 @@ def geometric_mean(ratios: list[float]) -> float:
 
 
 def print_table(rows: list[dict[str, Any]], peers: list[str]) -> None:
-    print("bs  heads tree context       us " + "".join(f"{peer:>10}" for peer in peers) + "  floor  % of copy bandwidth")
+    print(
+        "bs  heads tree context       us " + "".join(f"{peer:>10}" for peer in peers) + "  floor  % of copy bandwidth"
+    )
     for row in rows:
         cells = "".join(f"{row[f'{p}_us']:10.1f}" if row.get(f"{p}_us") else "       n/a" for p in peers)
         print(

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures what the sm_120 model needs: cycles of a step with its keys in the L2, and the cost of a call.
 
-    python benchmarks/bench_step.py OUT.json
+python benchmarks/bench_step.py OUT.json
 """
 
 from __future__ import annotations

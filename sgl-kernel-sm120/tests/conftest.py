@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "build" / "site"), str(ROOT / "build_tools"), str(ROOT / "tests")]
 
-import toolchain  # noqa: E402
+import toolchain
 
 toolchain.build_in_place(ROOT, ROOT / "build" / "site")
 

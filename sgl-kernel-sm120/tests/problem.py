@@ -142,7 +142,13 @@ def make_problem(case: Case, device: str, seed: int = 0) -> Problem:
     masks = []
     for prefix, tree in zip(case.prefixes, trees, strict=True):
         # The prefix columns of a full mask are never read.
-        masks.append((torch.cat([torch.zeros(tokens, prefix, dtype=torch.bool), tree], 1) if case.mask in ("full", "bool") else tree).flatten())
+        masks.append(
+            (
+                torch.cat([torch.zeros(tokens, prefix, dtype=torch.bool), tree], 1)
+                if case.mask in ("full", "bool")
+                else tree
+            ).flatten()
+        )
     starts = torch.tensor([0] + [len(mask) for mask in masks]).cumsum(0)
     custom_mask = None
     if case.mask != "none":

@@ -7,11 +7,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "build" / "site"), str(ROOT / "tests")]
 
-import torch  # noqa: E402
-from cases.mla_tree_verify import Case  # noqa: E402
-from problem import SCALE, assert_not_worse_than_torch, make_problem  # noqa: E402
+import torch
+from cases.mla_tree_verify import Case
+from problem import SCALE, assert_not_worse_than_torch, make_problem
 
-import sgl_kernel_sm120 as kernels  # noqa: E402
+import sgl_kernel_sm120 as kernels
 
 SUBJECTS = [
     Case("ragged", (300, 0, 40), 8, 9),

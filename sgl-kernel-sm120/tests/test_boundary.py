@@ -21,7 +21,17 @@ ROWS = BATCH * TOKENS
 
 def good_arguments(device: str = "cpu") -> dict[str, Any]:
     problem = make_problem(Case("good", (40, 3), HEADS, TOKENS), device)
-    names = ("q", "kv_pool", "kv_indptr", "kv_indices", "qo_indptr", "out_cache_loc", "custom_mask", "mask_indptr", "out")
+    names = (
+        "q",
+        "kv_pool",
+        "kv_indptr",
+        "kv_indices",
+        "qo_indptr",
+        "out_cache_loc",
+        "custom_mask",
+        "mask_indptr",
+        "out",
+    )
     arguments: dict[str, Any] = dict(zip(names, problem.arguments(), strict=True))
     arguments["workspace"] = torch.empty(1 << 22, dtype=torch.uint8, device=device)
     arguments["scale"] = SCALE

@@ -83,7 +83,13 @@ def test_bad_library_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     subprocess.run([*command, "-L", str(libraries), "-o", str(library), str(source)], check=True)
     assert inspect.main(["--library", str(library), "--json", str(tmp_path / "out.json")]) == 1
     errors = capsys.readouterr().err
-    for message in ("machine code for sm_90", "expected PTX", "no local memory", "no stack", "bytes shared, got 200000"):
+    for message in (
+        "machine code for sm_90",
+        "expected PTX",
+        "no local memory",
+        "no stack",
+        "bytes shared, got 200000",
+    ):
         assert message in errors
 
 

@@ -46,7 +46,8 @@ def test_ctypes_mirror_matches_the_header(tmp_path: Path) -> None:
 
 
 def test_mirror_has_every_field_of_the_header() -> None:
-    declaration = re.search(r"typedef struct \w+ \{(.*?)\}", HEADER.read_text(), re.S)
+    code = re.sub(r"//.*", "", HEADER.read_text())
+    declaration = re.search(r"typedef struct \w+ \{(.*?)\}", code, re.DOTALL)
     assert declaration is not None
     fields = re.findall(r"(\w+);", declaration.group(1))
     assert fields == [field[0] for field in _library.MlaTreeVerifyArgs._fields_]
@@ -75,9 +76,13 @@ def test_missing_library_is_named(tmp_path: Path) -> None:
         _library.load_library(tmp_path / "none.so")
 
 
-@pytest.mark.parametrize("change", [("batch_size", 0), ("num_tokens", 66), ("num_heads", 0), ("num_splits", 0), ("workspace_bytes", 0)])
+@pytest.mark.parametrize(
+    "change", [("batch_size", 0), ("num_tokens", 66), ("num_heads", 0), ("num_splits", 0), ("workspace_bytes", 0)]
+)
 def test_c_interface_refuses_bad_ranges(change: tuple[str, int]) -> None:
-    args = _library.MlaTreeVerifyArgs(batch_size=1, num_tokens=9, num_heads=8, num_splits=4, num_sms=132, workspace_bytes=1 << 30)
+    args = _library.MlaTreeVerifyArgs(
+        batch_size=1, num_tokens=9, num_heads=8, num_splits=4, num_sms=132, workspace_bytes=1 << 30
+    )
     setattr(args, *change)
     code = _library.library().sgl_sm120_mla_tree_verify(ctypes.byref(args), None)
     with pytest.raises(kernels.KernelError, match="invalid argument"):
@@ -127,6 +132,7 @@ def test_compiler_is_found_in_cuda_home_first(tmp_path: Path, monkeypatch: pytes
 def test_packaged_compiler_is_a_build_requirement_without_another(monkeypatch: pytest.MonkeyPatch) -> None:
     import build_backend
 
+    monkeypatch.setattr(build_backend.build_meta, "get_requires_for_build_wheel", lambda settings: [])
     monkeypatch.delenv("CUDA_HOME", raising=False)
     monkeypatch.setenv("PATH", "")
     assert set(toolchain.PYPI_TOOLCHAIN) <= set(build_backend.get_requires_for_build_wheel())
@@ -153,7 +159,9 @@ def test_library_is_built_from_this_source() -> None:
 
 
 def test_library_needs_no_cuda_libraries() -> None:
-    listing = subprocess.run(["readelf", "-d", str(_library.LIBRARY_PATH)], check=True, capture_output=True, text=True).stdout
+    listing = subprocess.run(
+        ["readelf", "-d", str(_library.LIBRARY_PATH)], check=True, capture_output=True, text=True
+    ).stdout
     needed = re.findall(r"NEEDED.*\[(.*?)\]", listing)
     assert needed and not [name for name in needed if "cuda" in name or "torch" in name], needed
 
@@ -161,5 +169,5 @@ def test_library_needs_no_cuda_libraries() -> None:
 def test_package_imports_in_a_fresh_process() -> None:
     code = "import sgl_kernel_sm120 as k; print(k.plan(1, 9, 8, 188).num_splits)"
     environment = {"PYTHONPATH": str(Path(kernels.__file__).parents[1]), "PATH": ""}
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    result = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, env=environment)
     assert result.returncode == 0 and int(result.stdout) >= 1, result.stderr

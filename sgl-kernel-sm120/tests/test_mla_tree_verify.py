@@ -141,7 +141,9 @@ def test_registered_operator_matches_and_has_a_fake() -> None:
     arguments = (*problem.arguments(), workspace, SCALE, True, None)
     torch.ops.sgl_kernel_sm120.mla_tree_verify(*arguments)
     assert torch.equal(problem.out, expected)
-    torch.library.opcheck(torch.ops.sgl_kernel_sm120.mla_tree_verify.default, arguments, test_utils=("test_schema", "test_faketensor"))
+    torch.library.opcheck(
+        torch.ops.sgl_kernel_sm120.mla_tree_verify.default, arguments, test_utils=("test_schema", "test_faketensor")
+    )
 
 
 shapes = st.builds(

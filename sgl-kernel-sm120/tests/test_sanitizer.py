@@ -26,6 +26,11 @@ def test_clean(tool: str) -> None:
     # The caching allocator would hide overruns between tensors.
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     result = subprocess.run(
-        [*command, sys.executable, str(SUBJECT)], capture_output=True, text=True, env=environment, timeout=300
+        [*command, sys.executable, str(SUBJECT)],
+        check=False,
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=300,
     )
     assert result.returncode == 0 and "subjects done" in result.stdout, result.stdout[-3000:] + result.stderr[-1000:]

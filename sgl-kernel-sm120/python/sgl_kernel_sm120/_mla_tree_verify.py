@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -175,64 +177,106 @@ def _run(
     mask_is_full: bool,
     num_splits: int | None,
 ) -> None:
-    batch_size, num_tokens, num_heads = _check_arguments(
-        q, kv_pool, kv_indptr, kv_indices, qo_indptr, out_cache_loc, custom_mask, mask_indptr, out, workspace,
-        mask_is_full,
+    # One comparison decides for arguments whose properties have all passed before.
+    signature = (
+        q.shape, q.stride(), q.dtype, q.device, kv_pool.shape, kv_pool.stride(), kv_pool.dtype, kv_pool.device,
+        _vector(kv_indptr), _vector(kv_indices), _vector(qo_indptr), _vector(out_cache_loc), _vector(custom_mask),
+        _vector(mask_indptr), _vector(workspace), out.shape, out.stride(), out.dtype, out.device, num_splits,
     )  # fmt: skip
-    if not q.is_cuda:
-        mla_tree_verify_torch(
-            q, kv_pool, kv_indptr, kv_indices, qo_indptr, out_cache_loc, custom_mask, mask_indptr, out,
-            scale=scale, mask_is_full=mask_is_full,
+    launch = _LAUNCHES.get(signature)
+    q_address, pool_address, out_address = q.data_ptr(), kv_pool.data_ptr(), out.data_ptr()
+    workspace_address = workspace.data_ptr()
+    if launch is None or (q_address | pool_address | out_address | workspace_address) % 16:
+        shape = _check_arguments(
+            q, kv_pool, kv_indptr, kv_indices, qo_indptr, out_cache_loc, custom_mask, mask_indptr, out, workspace,
         )  # fmt: skip
-        return
+        if not q.is_cuda:
+            mla_tree_verify_torch(
+                q, kv_pool, kv_indptr, kv_indices, qo_indptr, out_cache_loc, custom_mask, mask_indptr, out,
+                scale=scale, mask_is_full=mask_is_full,
+            )  # fmt: skip
+            return
+        launch = _prepare(shape, q, kv_pool, qo_indptr, out, workspace, num_splits)
+        if len(_LAUNCHES) >= _MAX_LAUNCHES:
+            _LAUNCHES.clear()
+        _LAUNCHES[signature] = launch
+    # A copy per call: another thread may launch the same shapes.
+    args = _library.MlaTreeVerifyArgs.from_buffer_copy(launch.template)
+    _ADDRESSES.pack_into(
+        args, 0, q_address, pool_address, kv_indptr.data_ptr(), kv_indices.data_ptr(), qo_indptr.data_ptr(),
+        out_cache_loc.data_ptr(), 0 if custom_mask is None else custom_mask.data_ptr(),
+        0 if mask_indptr is None else mask_indptr.data_ptr(), out_address, workspace_address,
+    )  # fmt: skip
+    args.mask_is_full = mask_is_full
+    args.scale = scale
+    if launch.device == torch.cuda.current_device():
+        code = _launch(launch, args)
+    else:
+        with torch.cuda.device(launch.device):
+            code = _launch(launch, args)
+    if code != 0:
+        _library.check(code, "mla_tree_verify")
+
+
+@dataclass(frozen=True)
+class _Launch:
+    """What a call needs beside addresses, mask layout and scale."""
+
+    function: Callable[[object, int], int]
+    template: _library.MlaTreeVerifyArgs
+    device: int
+
+
+# The addresses are the first fields of the structure.
+_ADDRESSES = struct.Struct("10Q")
+_MAX_LAUNCHES = 4096
+_LAUNCHES: dict[tuple[object, ...], _Launch] = {}
+
+
+def _vector(tensor: torch.Tensor | None) -> tuple[object, ...] | None:
+    """The properties of a vector that the checks look at."""
+    return None if tensor is None else (tensor.shape, tensor.dtype, tensor.device, tensor.is_contiguous())
+
+
+def _prepare(
+    shape: tuple[int, int, int],
+    q: torch.Tensor,
+    kv_pool: torch.Tensor,
+    qo_indptr: torch.Tensor,
+    out: torch.Tensor,
+    workspace: torch.Tensor,
+    num_splits: int | None,
+) -> _Launch:
+    """Plan a call whose arguments have been checked. Errors: UnsupportedError for the card, ValueError for workspace."""
     device = q.get_device()
     num_sms = _num_sms(device)
-    planned = plan(batch_size, num_tokens, num_heads, num_sms, num_splits)
+    planned = plan(*shape, num_sms, num_splits)
     size = workspace.numel()
     if size < planned.workspace_bytes:
         raise ValueError(
             f"workspace: expected at least {planned.workspace_bytes} bytes, got {size}; size it with workspace_bytes()"
         )
-    q_stride, out_stride = q.stride(), out.stride()
-    args = _library.MlaTreeVerifyArgs(
-        q.data_ptr(),
-        kv_pool.data_ptr(),
-        kv_indptr.data_ptr(),
-        kv_indices.data_ptr(),
-        qo_indptr.data_ptr(),
-        out_cache_loc.data_ptr(),
-        None if custom_mask is None else custom_mask.data_ptr(),
-        None if mask_indptr is None else mask_indptr.data_ptr(),
-        out.data_ptr(),
-        workspace.data_ptr(),
-        q_stride[0],
-        q_stride[1],
-        kv_pool.stride(0),
-        out_stride[0],
-        out_stride[1],
-        size,
-        batch_size,
-        num_tokens,
-        num_heads,
-        planned.num_splits,
-        num_sms,
-        qo_indptr.dtype is torch.int64,
-        mask_is_full,
-        scale,
+    batch_size, num_tokens, num_heads = shape
+    template = _library.MlaTreeVerifyArgs(
+        q_token_stride=q.stride(0),
+        q_head_stride=q.stride(1),
+        kv_slot_stride=kv_pool.stride(0),
+        out_token_stride=out.stride(0),
+        out_head_stride=out.stride(1),
+        workspace_bytes=size,
+        batch_size=batch_size,
+        num_tokens=num_tokens,
+        num_heads=num_heads,
+        num_splits=planned.num_splits,
+        num_sms=num_sms,
+        qo_indptr_is_int64=qo_indptr.dtype is torch.int64,
     )
-    if device == torch.cuda.current_device():
-        code = _launch(args, device)
-    else:
-        with torch.cuda.device(device):
-            code = _launch(args, device)
-    if code != 0:
-        _library.check(code, "mla_tree_verify")
+    return _Launch(_library.library().sgl_sm120_mla_tree_verify, template, device)
 
 
-def _launch(args: _library.MlaTreeVerifyArgs, device: int) -> int:
+def _launch(launch: _Launch, args: _library.MlaTreeVerifyArgs) -> int:
     # The raw stream saves a microsecond per call over the Stream object; Triton's launcher takes it as well.
-    stream = torch._C._cuda_getCurrentRawStream(device)
-    return int(_library.library().sgl_sm120_mla_tree_verify(ctypes.byref(args), stream))
+    return launch.function(ctypes.byref(args), torch._C._cuda_getCurrentRawStream(launch.device))
 
 
 def _check_arguments(
@@ -246,7 +290,6 @@ def _check_arguments(
     mask_indptr: torch.Tensor | None,
     out: torch.Tensor,
     workspace: torch.Tensor,
-    mask_is_full: bool,
 ) -> tuple[int, int, int]:
     """Raise on the first argument that breaks the contract; return (bs, T, H)."""
     _check_device(
@@ -289,9 +332,7 @@ def _check_device(q: torch.Tensor, **others: torch.Tensor | None) -> None:
             raise ValueError(f"{name}: expected device {device} like q, got {tensor.device}; move it there")
 
 
-def _check_vector(
-    name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...], length: int | None = None
-) -> None:
+def _check_vector(name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...], length: int | None = None) -> None:
     if tensor.dtype not in dtypes:
         expected = " or ".join(map(str, dtypes))
         raise TypeError(f"{name}: expected dtype {expected}, got {tensor.dtype}; convert it once, outside the graph")

@@ -201,15 +201,21 @@ def violations(kernels: list[Kernel], ptx: bool) -> list[str]:
     present = {kernel.architecture for kernel in kernels}
     for architecture in ARCHITECTURES:
         if architecture not in present:
-            broken.append(f"library: expected machine code for {architecture}, got {sorted(present)}; build that target")
+            broken.append(
+                f"library: expected machine code for {architecture}, got {sorted(present)}; build that target"
+            )
     if not ptx:
         broken.append("library: expected PTX for later cards, got none; build code=compute_120 as well")
     for kernel in kernels:
         where = f"{kernel.architecture} {kernel.name}"
         if kernel.local_accesses:
-            broken.append(f"{where}: expected no local memory, got {kernel.local_accesses} accesses; lower its registers")
+            broken.append(
+                f"{where}: expected no local memory, got {kernel.local_accesses} accesses; lower its registers"
+            )
         if kernel.stack_bytes:
-            broken.append(f"{where}: expected no stack, got {kernel.stack_bytes} bytes; look for indexed register arrays")
+            broken.append(
+                f"{where}: expected no stack, got {kernel.stack_bytes} bytes; look for indexed register arrays"
+            )
         if kernel.system_calls:
             broken.append(f"{where}: expected no __cuda_syscall, got {kernel.system_calls}; use .shared::cta copies")
         if kernel.shared_bytes > SHARED_LIMIT:

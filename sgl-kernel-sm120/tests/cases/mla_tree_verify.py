@@ -33,7 +33,9 @@ def _production() -> list[Case]:
             for prefix in (1024, 4096, 65536):
                 cases.append(Case(f"h{heads}-t{tokens}-{prefix}", (prefix,), heads, tokens))
     cases += [Case(f"h{heads}-t9-200k", (200_000,), heads, 9) for heads in (8, 16, 64)]
-    cases += [Case(f"h8-t9-b{batch}-{prefix}", (prefix,) * batch, 8, 9) for batch in (4, 16) for prefix in (1024, 16384)]
+    cases += [
+        Case(f"h8-t9-b{batch}-{prefix}", (prefix,) * batch, 8, 9) for batch in (4, 16) for prefix in (1024, 16384)
+    ]
     cases.append(Case("h8-t9-ragged", (5000, 21, 65536, 0, 1, 777, 16384, 40), 8, 9))
     cases.append(Case("h16-t33-ragged", (3, 4096, 129), 16, 33, mask="compact"))
     return cases
