@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builds the package from this source before any test imports it, and skips GPU tests where there is no GPU."""
 
+import importlib
 import sys
 from pathlib import Path
 
@@ -12,6 +13,8 @@ sys.path[:0] = [str(ROOT / "build" / "site"), str(ROOT / "build_tools"), str(ROO
 import toolchain
 
 toolchain.build_in_place(ROOT, ROOT / "build" / "site")
+# The folder may not have been there when it was put on the path, which Python remembers.
+importlib.invalidate_caches()
 
 
 def pytest_configure(config: pytest.Config) -> None:

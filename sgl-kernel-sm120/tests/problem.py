@@ -73,8 +73,8 @@ class Problem:
     kv_pool: torch.Tensor
     kv_indptr: torch.Tensor
     kv_indices: torch.Tensor
-    qo_indptr: torch.Tensor
     out_cache_loc: torch.Tensor
+    qo_indptr: torch.Tensor
     custom_mask: torch.Tensor | None
     mask_indptr: torch.Tensor | None
     out: torch.Tensor
