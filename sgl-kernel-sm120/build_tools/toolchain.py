@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import subprocess
-import sysconfig
+import sys
 from pathlib import Path
 
 # nvcc's wheel leaves nvvm and crt unpinned, and newer ones emit a PTX version that this ptxas refuses.
@@ -41,12 +41,14 @@ def find_nvcc() -> Path:
     system = find_system_nvcc()
     if system is not None:
         return system
-    packaged = Path(sysconfig.get_path("purelib")) / "nvidia" / "cu13" / "bin" / "nvcc"
-    if packaged.is_file():
-        packaged.chmod(packaged.stat().st_mode | 0o111)
-        return packaged
+    # Not only site-packages: pip builds with a path of its own.
+    for directory in sys.path:
+        packaged = Path(directory) / "nvidia" / "cu13" / "bin" / "nvcc"
+        if packaged.is_file():
+            return packaged
     raise FileNotFoundError(
-        f"nvcc: expected in CUDA_HOME, PATH or {packaged}, got none; set CUDA_HOME or install {' '.join(PYPI_TOOLCHAIN)}"
+        f"nvcc: expected in CUDA_HOME, PATH or the nvidia-cuda packages, got none; "
+        f"set CUDA_HOME or install {' '.join(PYPI_TOOLCHAIN)}"
     )
 
 

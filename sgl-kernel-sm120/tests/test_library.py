@@ -140,10 +140,19 @@ def test_packaged_compiler_is_a_build_requirement_without_another(monkeypatch: p
     assert not set(toolchain.PYPI_TOOLCHAIN) & set(build_backend.get_requires_for_build_wheel())
 
 
-def test_missing_compiler_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiler_of_the_packages_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = tmp_path / "nvidia" / "cu13" / "bin" / "nvcc"
+    compiler.parent.mkdir(parents=True)
+    compiler.write_text("")
     monkeypatch.setattr(toolchain, "find_system_nvcc", lambda: None)
-    monkeypatch.setattr(toolchain.sysconfig, "get_path", lambda name: str(tmp_path))
-    with pytest.raises(FileNotFoundError, match="nvcc: expected in CUDA_HOME, PATH or .*, got none; set CUDA_HOME"):
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    assert toolchain.find_nvcc() == compiler
+
+
+def test_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(toolchain, "find_system_nvcc", lambda: None)
+    monkeypatch.setattr(sys, "path", [])
+    with pytest.raises(FileNotFoundError, match="nvcc: expected in CUDA_HOME, PATH or the .*, got none; set CUDA_HOME"):
         toolchain.find_nvcc()
 
 

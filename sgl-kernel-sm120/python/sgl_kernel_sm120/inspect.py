@@ -20,7 +20,6 @@ import re
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tempfile
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -70,7 +69,7 @@ def find_tool(name: str) -> str:
     candidates = [shutil.which(name)]
     if "CUDA_HOME" in os.environ:
         candidates.append(str(Path(os.environ["CUDA_HOME"]) / "bin" / name))
-    candidates.append(str(Path(sysconfig.get_path("purelib")) / "nvidia" / "cu13" / "bin" / name))
+    candidates += [str(Path(directory) / "nvidia" / "cu13" / "bin" / name) for directory in sys.path]
     triton = importlib.util.find_spec("triton")
     if triton is not None and triton.origin is not None:
         candidates.append(str(Path(triton.origin).parent / "backends" / "nvidia" / "bin" / name))
