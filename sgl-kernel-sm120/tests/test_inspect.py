@@ -6,6 +6,8 @@ from __future__ import annotations
 import dataclasses
 import shutil
 import subprocess
+import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -105,23 +107,34 @@ def test_missing_tool_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         inspect.find_tool("no-such-tool")
 
 
-def newer_ptxas() -> str | None:
-    """ptxas of the nvidia-cuda-nvcc package, if it is not the compiler's own."""
-    import sysconfig
-
-    path = Path(sysconfig.get_path("purelib")) / "nvidia" / "cu13" / "bin" / "ptxas"
-    return str(path) if path.is_file() else shutil.which("ptxas-next")
+SECOND_PTXAS = "nvidia-cuda-nvcc==13.5.37"
 
 
-def test_second_assembler_spills_nothing(tmp_path: Path) -> None:
-    ptxas = newer_ptxas()
-    if ptxas is None:
-        pytest.skip("no second ptxas: pip install nvidia-cuda-nvcc (13.5.37 was tried)")
+@pytest.fixture(scope="module")
+def newer_ptxas() -> Path:
+    """An assembler five releases newer than the compiler's; two cannot be installed side by side."""
+    directory = ROOT / "build" / "second-ptxas"
+    ptxas = directory / "ptxas"
+    if not ptxas.is_file():
+        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(directory), SECOND_PTXAS]
+        fetched = subprocess.run(command, check=False, capture_output=True, text=True)
+        if fetched.returncode:
+            pytest.skip(f"pip cannot fetch {SECOND_PTXAS}: {fetched.stderr.strip().splitlines()[-1]}")
+        (wheel,) = directory.glob("*.whl")
+        with zipfile.ZipFile(wheel) as archive:
+            (member,) = [name for name in archive.namelist() if name.endswith("/bin/ptxas")]
+            ptxas.write_bytes(archive.read(member))
+        wheel.unlink()
+        ptxas.chmod(0o755)
+    return ptxas
+
+
+def test_second_assembler_spills_nothing(newer_ptxas: Path, tmp_path: Path) -> None:
     ptx = tmp_path / "kernels.ptx"
     nvcc = str(toolchain.find_nvcc())
     target = ["-gencode", "arch=compute_120,code=compute_120", "-ptx", "-std=c++17", "-O3"]
     subprocess.run([nvcc, *target, "-o", str(ptx), str(ROOT / "csrc" / "capi.cu")], check=True)
     for architecture in ("sm_120", "sm_121"):
-        command = [ptxas, f"-arch={architecture}", "-v", "-o", str(tmp_path / "kernels.cubin"), str(ptx)]
+        command = [str(newer_ptxas), f"-arch={architecture}", "-v", "-o", str(tmp_path / "kernels.cubin"), str(ptx)]
         report = subprocess.run(command, check=True, capture_output=True, text=True).stderr
         assert report.count("0 bytes spill stores, 0 bytes spill loads") == 2, report
