@@ -12,7 +12,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 720, 420, 70, 40, 190, 50
+WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 780, 420, 90, 40, 230, 50
 LINES = (
     ("us", "mla_tree_verify", "#0b7a3b", 3),
     ("fa2_us", "FlashInfer fa2 (no tree)", "#1f5fbf", 1.5),
@@ -56,7 +56,7 @@ def draw(rows: list[dict[str, Any]], title: str) -> str:
     for power in range(axes.y_range[0], axes.y_range[1] + 1):
         y = axes.y(10**power)
         parts.append(f'<path d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}" stroke="#dddddd"/>')
-        parts.append(text(LEFT - 8, y + 4, f"{10**power:g} us", "end"))
+        parts.append(text(LEFT - 8, y + 4, f"{10**power:,g} us", "end"))
     for context in contexts:
         label = f"{context // 1000}k" if context % 1024 else f"{context // 1024}k"
         parts.append(text(axes.x(context), HEIGHT - BOTTOM + 18, label, "middle"))

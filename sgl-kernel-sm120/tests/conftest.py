@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builds the package from this source before any test imports it, and skips GPU tests where there is no GPU."""
 
+import faulthandler
 import importlib
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,3 +31,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def watchdog(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A GPU test that hangs ends the run: a kernel that never returns cannot be interrupted."""
+    if request.node.get_closest_marker("gpu") is None:
+        yield
+        return
+    faulthandler.dump_traceback_later(300 if "sanitizer" in request.node.nodeid else 60, exit=True)
+    yield
+    faulthandler.cancel_dump_traceback_later()
