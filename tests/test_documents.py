@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import re
 import subprocess
 import sys
@@ -38,7 +39,8 @@ def named_paths(text: str) -> set[str]:
 
 
 def missing(document: str, text: str) -> list[str]:
-    places = (REPO_ROOT, (REPO_ROOT / document).parent)
+    # A package's documents may name paths from its own root.
+    places = [REPO_ROOT / folder for folder in Path(document).parents]
     return sorted(path for path in named_paths(text) if not any((place / path).exists() for place in places))
 
 
@@ -79,3 +81,38 @@ def test_readme_fits_its_size() -> None:
     lines = (REPO_ROOT / "README.md").read_text().splitlines()
     assert len(lines) <= 200
     assert next(number for number, line in enumerate(lines, 1) if line.startswith("```")) <= 40
+
+
+def readme_rows(first_cell: str) -> list[list[str]]:
+    """Cells of the README's table rows that begin with `first_cell`."""
+    rows = [
+        line.strip("|").split("|") for line in (REPO_ROOT / "README.md").read_text().splitlines() if line[:1] == "|"
+    ]
+    return [[cell.strip() for cell in row] for row in rows if row[0].strip() == first_cell]
+
+
+def rounded(value: float) -> str:
+    """Three digits at least, as the README prints microseconds."""
+    return f"{value:,.1f}" if value < 100 else f"{value:,.0f}"
+
+
+@pytest.mark.parametrize(
+    ("label", "context"), [("1k", 1024), ("4k", 4096), ("16k", 16384), ("64k", 65536), ("200k", 200000)]
+)
+def test_readme_has_the_kernel_s_figures(label: str, context: int) -> None:
+    results = REPO_ROOT / "sgl-kernel-sm120" / "benchmarks" / "results" / "h200" / "mla_tree_verify.json"
+    shape = {"bs": 1, "heads": 8, "tree": 9, "context": context}
+    rows = [row for row in json.loads(results.read_text())["rows"] if shape.items() <= row.items()]
+    expected = [rounded(rows[0][name]) for name in ("triton_us", "fa2_us", "flashmla_us", "us")]
+    assert readme_rows(label) == [[label, *expected]]
+    if label == "64k":
+        (claim,) = readme_rows("verify attention of one MLA layer, 64k context, 8 heads, 9 rows, H200")
+        assert claim[1:] == [f"{expected[0]} us (Triton)", f"{expected[-1]} us (`mla_tree_verify`)"]
+
+
+def test_readme_has_the_demo_pair_s_figures() -> None:
+    figures = json.loads((REPO_ROOT / "tests" / "models" / "demo" / "figures.json").read_text())["evaluation"]
+    chain, tree = figures["chain_accept_length"], figures["tree_accept_length"]
+    (row,) = readme_rows("tokens per verify step, demo pair, greedy")
+    assert row[1] == f"{chain:.2f} (DFLASH chain)"
+    assert row[2] == f"{tree['16']:.2f} (DDTree, 16 nodes), {tree['64']:.2f} (64 nodes)"
