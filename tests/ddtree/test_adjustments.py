@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from sglang.srt.sampling.penaltylib import BatchedMinNewTokensPenalizer
 from sglang.srt.speculative import dflash_utils
 from sglang.srt.speculative.verify_adjustments import accumulate_output_penalties, apply_min_p, row_headroom
 
@@ -78,15 +79,25 @@ def test_no_penalty_changes_nothing(logits: torch.Tensor) -> None:
     assert torch.equal(adjusted(logits), logits)
 
 
+def penalized_batch(required: bool, fed: list[int]) -> Any:
+    counter = SimpleNamespace(is_prepared=lambda: True, len_output_tokens=torch.zeros(2, 1, dtype=torch.int32))
+    orchestrator = SimpleNamespace(is_required=required, penalizers={BatchedMinNewTokensPenalizer: counter})
+    return SimpleNamespace(
+        device="cpu",
+        reqs=[SimpleNamespace(output_ids=[1, 2, 3]), SimpleNamespace(output_ids=[])],
+        sampling_info=SimpleNamespace(penalizer_orchestrator=orchestrator),
+        cumulate_penalty_output_tokens=lambda: fed.append(1),
+        counter=counter,
+    )
+
+
 @pytest.mark.parametrize("required", [True, False])
 def test_generated_tokens_are_fed_once_a_step(required: bool) -> None:
     fed: list[int] = []
-    batch: Any = SimpleNamespace(
-        sampling_info=SimpleNamespace(penalizer_orchestrator=SimpleNamespace(is_required=required)),
-        cumulate_penalty_output_tokens=lambda: fed.append(1),
-    )
+    batch = penalized_batch(required, fed)
     accumulate_output_penalties(batch)
     assert fed == [1] * required
+    assert batch.counter.len_output_tokens.tolist() == ([[3], [0]] if required else [[0], [0]])
 
 
 def test_min_p_keeps_what_reaches_the_threshold() -> None:

@@ -67,11 +67,22 @@ def test_budget_out_of_range(demo_pair: ModelPair, budget: str) -> None:
         (["--speculative-dflash-block-size", "4"], r"--speculative-dflash-block-size: DDTREE derives it \(8\), got 4"),
         (["--page-size", "8"], "--page-size: expected one of 1, 16, 32, 64, got 8"),
         (["--enable-pdmux"], "--enable-pdmux is not supported"),
+        (["--speculative-num-steps", "5"], "--speculative-num-steps is for EAGLE"),
+        (["--speculative-eagle-topk", "4"], "--speculative-eagle-topk is for EAGLE"),
+        (["--speculative-accept-threshold-single", "0.5"], "accept thresholds other than 1"),
     ],
 )
 def test_option_refused(demo_pair: ModelPair, arguments: list[str], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         resolve(demo_pair, *arguments)
+
+
+@pytest.mark.parametrize("algorithm", [[], ["--speculative-algorithm", "DFLASH"]])
+def test_budget_without_ddtree_is_refused(demo_pair: ModelPair, algorithm: list[str]) -> None:
+    draft = ["--speculative-draft-model-path", str(demo_pair.draft)] if algorithm else []
+    arguments = ["--model-path", str(demo_pair.target), *algorithm, *draft, "--speculative-ddtree-budget", "8"]
+    with pytest.raises(StartupError, match="--speculative-ddtree-budget: expected --speculative-algorithm DDTREE"):
+        prepare_server_args(arguments)
 
 
 def test_drafter_is_required(demo_pair: ModelPair) -> None:

@@ -107,6 +107,19 @@ REQUEST_CASES: dict[str, tuple[bytes, str]] = {
     "logprobs": (json.dumps({**COMPLETION, "logprobs": 1}).encode(), "logprobs"),
     "grammar": (json.dumps({**COMPLETION, "regex": "[a-z]+"}).encode(), "regex"),
     "json_schema": (json.dumps({**COMPLETION, "json_schema": "{}"}).encode(), "json_schema"),
+    "token id above": (json.dumps({**COMPLETION, "prompt": [1, 10**6]}).encode(), "input_ids"),
+    "token id negative": (json.dumps({**COMPLETION, "prompt": [-1]}).encode(), "input_ids"),
+    "top_k beyond int32": (json.dumps({**COMPLETION, "top_k": 2**31}).encode(), "top_k"),
+    "logit_bias beyond float32": (json.dumps({**COMPLETION, "logit_bias": {"10": 1e39}}).encode(), "logit_bias"),
+}
+NATIVE_CASES: dict[str, dict[str, Any]] = {
+    "max_new_tokens fraction": {"sampling_params": {"max_new_tokens": 1.5}},
+    "max_new_tokens text": {"sampling_params": {"max_new_tokens": "x"}},
+    "temperature text": {"sampling_params": {"temperature": "a"}},
+    "logit_bias text": {"sampling_params": {"logit_bias": {"10": "x"}}},
+    "top_k beyond int32": {"sampling_params": {"top_k": 2**31, "temperature": 1}},
+    "input_ids above": {"text": None, "input_ids": [1, 2, 10**6]},
+    "input_ids negative": {"text": None, "input_ids": [-5, 3]},
 }
 
 
@@ -122,6 +135,21 @@ def test_request_is_refused_with_a_reason(name: str, server: Server) -> None:
     status, answer = exchange(f"{server.url}/v1/completions", body)
     assert status == 400, answer
     assert subject in answer.decode().lower()
+
+
+@pytest.mark.parametrize("name", NATIVE_CASES)
+def test_native_request_is_refused_with_a_reason(name: str, server: Server) -> None:
+    status, answer = exchange(f"{server.url}/generate", json.dumps({"text": "import", **NATIVE_CASES[name]}).encode())
+    assert status == 400, answer
+    assert name.split()[0] in answer.decode()
+
+
+@pytest.mark.parametrize("option", ["logprobs", "json_schema"])
+def test_refused_stream_sends_no_token(option: str, server: Server) -> None:
+    body = {**COMPLETION, "stream": True, option: 1 if option == "logprobs" else "{}"}
+    _, answer = exchange(f"{server.url}/v1/completions", json.dumps(body).encode())
+    assert option in answer.decode() and "400" in answer.decode()
+    assert '"text"' not in answer.decode()
 
 
 def test_prompt_beyond_the_context_is_refused(server: Server, demo_pair: ModelPair) -> None:

@@ -15,6 +15,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -62,7 +63,7 @@ class Checkout:
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
         command = [self.root / "scripts" / "serve", "--port", str(self.port), *arguments]
-        return subprocess.Popen(command, cwd=self.root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        return popen(command, cwd=self.root)
 
     def server_arguments(self) -> list[str]:
         arguments: list[str] = json.loads((self.programs / "arguments.json").read_text())
@@ -72,6 +73,15 @@ class Checkout:
         """Processes of the server that still run."""
         pids: list[int] = json.loads((self.programs / "pids.json").read_text())
         return [pid for pid in pids if is_running(pid)]
+
+
+def popen(command: list[Any], **options: Any) -> subprocess.Popen[str]:
+    """Start `command` as a terminal would, with its output in pipes.
+
+    A shell cannot trap a signal that was ignored when it started, as under nohup or in a background job.
+    """
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(["env", "--default-signal=INT,HUP,TERM", *command], **pipes, **options)
 
 
 def is_running(pid: int) -> bool:
@@ -215,7 +225,7 @@ def test_the_real_server_starts_and_stops(repo_root: Path, demo_pair: ModelPair)
     if not (repo_root / "build" / "env" / "fork.stamp").exists():
         pytest.skip("needs the environment that scripts/setup makes")
     command = [repo_root / "scripts" / "serve", "--port", str(free_port()), *demo_pair.arguments("DDTREE")]
-    script = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    script = popen(command)
     try:
         assert script.stdout is not None and script.stderr is not None
         address = read_until(script.stderr, "serve: ready on").split("ready on ")[1].split()[0]

@@ -65,14 +65,19 @@ def resolve_server_args(server_args: ServerArgs) -> None:
     logger.info("DDTREE: budget %d nodes under the root, verify width %d, drafter block %d.", budget, width, block_size)
 
 
-def check_drafter(server_args: ServerArgs) -> None:
-    """Under DDTREE, check that the drafter is there and is a DFlash drafter, before anything else reads its config.
+def check_early(server_args: ServerArgs) -> None:
+    """What must be checked before anything else reads the drafter's config, for every algorithm.
 
     Raises:
-        StartupError: naming the flag, what was expected and what came.
+        StartupError: for a budget without DDTREE, or a drafter that is missing or no DFlash drafter.
     """
     if is_ddtree(server_args.speculative_algorithm):
         _load_drafter_config(server_args)
+    elif server_args.speculative_ddtree_budget is not None:
+        raise StartupError(
+            "--speculative-ddtree-budget: expected --speculative-algorithm DDTREE with it, "
+            f"got {server_args.speculative_algorithm}; add the one or drop the other"
+        )
 
 
 def _resolve_budget(budget: int | None) -> int:
@@ -107,6 +112,13 @@ def _refuse_unsupported_options(server_args: ServerArgs) -> None:
         (server_args.dcp_size != 1, f"--dcp-size must be 1, got {server_args.dcp_size}"),
         (server_args.enable_hisparse, "--enable-hisparse is not supported; drop the flag"),
         (server_args.speculative_adaptive, "--speculative-adaptive is for EAGLE; drop the flag"),
+        (server_args.speculative_num_steps not in (None, 1), "--speculative-num-steps is for EAGLE; drop the flag"),
+        (server_args.speculative_eagle_topk not in (None, 1), "--speculative-eagle-topk is for EAGLE; drop the flag"),
+        (
+            (server_args.speculative_accept_threshold_single, server_args.speculative_accept_threshold_acc)
+            != (1.0, 1.0),
+            "accept thresholds other than 1 would change the distribution; drop --speculative-accept-threshold-*",
+        ),
         (
             view.page_size not in SUPPORTED_PAGE_SIZES,
             f"--page-size: expected one of {page_sizes}, got {view.page_size}",
@@ -142,13 +154,19 @@ def _load_drafter_config(server_args: ServerArgs) -> Any:
             path, server_args.trust_remote_code, server_args.speculative_draft_model_revision, overrides
         )
     except Exception as error:
-        raise StartupError(f"--speculative-draft-model-path: cannot read the config of {path}: {error}") from error
+        raise StartupError(
+            f"--speculative-draft-model-path: cannot read the config of {path}: {_first_line(error)}; pass the folder of a DFlash drafter"
+        ) from error
     architectures = getattr(config, "architectures", None) or []
     if "DFlashDraftModel" not in architectures:
         raise StartupError(
             f"--speculative-draft-model-path: expected a DFlash drafter (DFlashDraftModel), got {architectures} in {path}"
         )
     return config
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _check_pair(server_args: ServerArgs, drafter: Any) -> int:
@@ -198,28 +216,3 @@ def _disable_decode_graphs(server_args: ServerArgs) -> None:
     if decode.backend != Backend.DISABLED:
         logger.warning("DDTREE: decode CUDA graphs are off, because a captured verify would ignore the tree mask.")
         decode.backend = Backend.DISABLED
-
-
-def request_refusal(req: Any) -> str | None:
-    """Why a request cannot be served, or None; asked at admission by the DFLASH family, so that it gets HTTP 400.
-
-    Most entries are limits of DDTREE. The last one holds for DFLASH too: SGLang's sampler asserts on it in prefill,
-    which would take the scheduler down.
-    """
-    from sglang.srt.runtime_context import get_exec, get_spec
-
-    params = req.sampling_params
-    tree_refuses = (
-        ("logprobs", req.return_logprob),
-        ("return_hidden_states", req.return_hidden_states),
-        ("json_schema", params.json_schema),
-        ("regex", params.regex),
-        ("ebnf", params.ebnf),
-        ("structural_tag", params.structural_tag),
-    )
-    for name, value in tree_refuses if is_ddtree(get_spec().speculative_algorithm) else ():
-        if value:
-            return f"{name}: not supported with --speculative-algorithm DDTREE; drop it or use a server without DDTREE"
-    if params.min_p > 0 and get_exec().deterministic.enable_deterministic_inference:
-        return "min_p: not supported with --enable-deterministic-inference; drop the option or the flag"
-    return None

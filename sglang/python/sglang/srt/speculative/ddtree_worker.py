@@ -52,6 +52,7 @@ class DDTreeWorker(DFlashWorkerV2):
         super().__init__(
             server_args=server_args, gpu_id=gpu_id, ps=ps, nccl_port=nccl_port, target_worker=target_worker
         )
+        self.speculative_num_draft_tokens = self.verify_width  # the gauge of that name reads it here
         self._tree_drafter = TreeDrafter(self.model_runner.model.lm_head, get_tp_group(), block_size, self.budget)
         self._metrics: TreeMetrics | None = None
         if get_observability().enable_metrics and ps.tp_rank == 0:

@@ -18,12 +18,21 @@ if TYPE_CHECKING:
 
 
 def accumulate_output_penalties(batch: ScheduleBatch) -> None:
-    """Feed the last generated token of every request to the penalizers, once per decode step.
+    """Feed the penalizers once per decode step with what the host knows of the generated tokens.
 
-    Same approximation as EAGLE's: one token a step, known to the host, so penalties lag behind the accepted run.
+    Same approximation as EAGLE's: the last token of each request, a step late. Only the count for ``min_new_tokens``
+    is set to the tokens that exist, since a step commits several.
     """
-    if batch.sampling_info.penalizer_orchestrator.is_required:
-        batch.cumulate_penalty_output_tokens()
+    from sglang.srt.sampling.penaltylib import BatchedMinNewTokensPenalizer
+
+    orchestrator = batch.sampling_info.penalizer_orchestrator
+    if not orchestrator.is_required:
+        return
+    batch.cumulate_penalty_output_tokens()
+    min_new_tokens = orchestrator.penalizers.get(BatchedMinNewTokensPenalizer)
+    if min_new_tokens is not None and min_new_tokens.is_prepared():
+        lens = torch.tensor([[len(req.output_ids)] for req in batch.reqs], dtype=torch.int32)
+        min_new_tokens.len_output_tokens = lens.to(batch.device, non_blocking=True)
 
 
 def apply_penalties(logits: torch.Tensor, sampling_info: SamplingBatchInfo, rows_per_request: int) -> None:

@@ -76,8 +76,6 @@ def set_defaults(server_args: "ServerArgs") -> None:
     server_args.skip_server_warmup = True
     # An idle scheduler polls without a pause otherwise and takes a core from whoever works.
     server_args.sleep_on_idle = True
-    # An idle scheduler otherwise polls without pause, which costs a core of the same machine.
-    server_args.sleep_on_idle = True
     _set_if_open(server_args, "max_total_tokens", DEFAULT_MAX_TOTAL_TOKENS)
     _set_if_open(server_args, "max_running_requests", DEFAULT_MAX_RUNNING_REQUESTS)
     deterministic = server_args.enable_deterministic_inference

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of a request before it reaches the scheduler, where a bad value would end every other request too.
+
+SGLang 0.5.17 passes token ids, counts and biases on as the client sent them: an id outside the vocabulary, a top_k beyond
+int32 or a bias beyond float32 raises inside the forward pass, and the server stops.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.speculative.ddtree_algorithm import is_ddtree
+
+if TYPE_CHECKING:
+    from sglang.srt.server_args import ServerArgs
+
+MAX_INT32 = 2**31 - 1
+MAX_FLOAT32 = 3.4028234e38
+_COUNTS = ("max_new_tokens", "min_new_tokens", "top_k", "n")
+_NUMBERS = ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
+_GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
+
+
+def check_request(obj: Any, input_ids: Sequence[int] | None, server_args: ServerArgs, vocab_size: int) -> None:
+    """Refuse a request, generation or embedding, that cannot be served; a ValueError becomes HTTP 400.
+
+    Args:
+        obj: the request as the client sent it; ``sampling_params`` is a mapping.
+        input_ids: token ids of its prompt, from the client or the tokenizer.
+
+    Raises:
+        ValueError: naming the option, what was expected and what came.
+    """
+    if getattr(obj, "input_ids", None) is not None and input_ids:
+        lowest, highest = min(input_ids), max(input_ids)
+        if lowest < 0 or highest >= vocab_size:
+            found = lowest if lowest < 0 else highest
+            raise ValueError(f"input_ids: expected token ids from 0 to {vocab_size - 1}, got {found}")
+    options = getattr(obj, "sampling_params", None)
+    if not isinstance(options, Mapping):
+        return
+    _check_values(options)
+    if is_ddtree(server_args.speculative_algorithm):
+        reason = tree_refusal(obj.return_logprob, obj.return_hidden_states, options)
+        if reason is not None:
+            raise ValueError(reason)
+
+
+def _check_values(options: Mapping[str, Any]) -> None:
+    for name in _COUNTS:
+        value = options.get(name)
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value > MAX_INT32):
+            raise ValueError(f"{name}: expected an integer of at most {MAX_INT32}, got {value!r}")
+    for name in _NUMBERS:
+        value = options.get(name)
+        if value is not None and not _is_number(value):
+            raise ValueError(f"{name}: expected a number, got {value!r}")
+    bias = options.get("logit_bias")
+    for token, value in bias.items() if isinstance(bias, Mapping) else ():
+        if not _is_number(value) or not abs(value) <= MAX_FLOAT32:
+            raise ValueError(f"logit_bias: expected a finite float32 for token {token}, got {value!r}")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)
+
+
+def tree_refusal(return_logprob: Any, return_hidden_states: Any, options: Mapping[str, Any]) -> str | None:
+    """Why DDTREE cannot serve a request with these options, or None."""
+    asked = {"logprobs": return_logprob, "return_hidden_states": return_hidden_states}
+    asked |= {name: options.get(name) for name in _GRAMMARS}
+    for name, value in asked.items():
+        if value:
+            return f"{name}: not supported with --speculative-algorithm DDTREE; drop it or use a server without DDTREE"
+    return None
+
+
+def admission_refusal(req: Any) -> str | None:
+    """The scheduler's last check of a request in the DFLASH family, for clients that bypass the tokenizer's.
+
+    Seeded min-p is refused for DFLASH too: SGLang's sampler asserts on it in prefill, and the scheduler would stop.
+    """
+    from sglang.srt.runtime_context import get_exec, get_spec
+
+    params = req.sampling_params
+    if is_ddtree(get_spec().speculative_algorithm):
+        options = {name: getattr(params, name) for name in _GRAMMARS}
+        reason = tree_refusal(req.return_logprob, req.return_hidden_states, options)
+        if reason is not None:
+            return reason
+    if params.min_p > 0 and get_exec().deterministic.enable_deterministic_inference:
+        return "min_p: not supported with --enable-deterministic-inference; drop the option or the flag"
+    return None
