@@ -155,6 +155,16 @@ def test_the_printed_command_is_a_request(checkout: Checkout) -> None:
     assert {"model", "prompt", "max_tokens"} <= set(body)
 
 
+def test_the_printed_command_asks_for_the_key(checkout: Checkout) -> None:
+    script = checkout.start("--api-key", "secret")
+    assert script.stdout is not None and script.stderr is not None
+    read_until(script.stderr, "ready on")
+    command = script.stdout.readline()
+    script.terminate()
+    assert "secret" not in command + script.communicate(timeout=30)[1]
+    assert '-H "Authorization: Bearer $API_KEY"' in command
+
+
 @pytest.mark.parametrize(
     ("arguments", "added"),
     [
@@ -197,6 +207,7 @@ def test_a_port_in_use_is_refused_before_the_set_up(checkout: Checkout) -> None:
         (["--port", "65536"], ("--port: expected 1 to 65535, got 65536",)),
         (["--port=0"], ("--port: expected 1 to 65535, got 0",)),
         (["--speculative-draft-model-path", "/absent"], ("expected a directory, got /absent", "DFlash drafter")),
+        (["--model-path", "/absent"], ("--model-path: expected a directory, got /absent",)),
     ],
 )
 def test_bad_arguments_are_refused_before_the_set_up(

@@ -73,6 +73,7 @@ def tree_refusal(return_logprob: Any, return_hidden_states: Any, options: Mappin
     asked |= {name: options.get(name) for name in _GRAMMARS}
     for name, value in asked.items():
         if value:
+            name = f"{name} (also from response_format and tool_choice)" if name in _GRAMMARS else name
             return f"{name}: not supported with --speculative-algorithm DDTREE; drop it or use a server without DDTREE"
     return None
 

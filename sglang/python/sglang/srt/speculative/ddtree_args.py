@@ -62,6 +62,12 @@ def resolve_server_args(server_args: ServerArgs) -> None:
     server_args.speculative_num_draft_tokens = width
     server_args.speculative_ddtree_budget = budget
     _disable_decode_graphs(server_args)
+    if budget < block_size - 1:
+        logger.warning(
+            "DDTREE: budget %d cuts the most likely chain of %d tokens, so a step may accept less than DFLASH does.",
+            budget,
+            block_size - 1,
+        )
     logger.info("DDTREE: budget %d nodes under the root, verify width %d, drafter block %d.", budget, width, block_size)
 
 

@@ -39,7 +39,7 @@ _SUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "grammar_backend": ((None, "xgrammar", "none"), "only xgrammar has a CPU path here"),
     "quantization": ((None,), "quantised kernels need a GPU"),
     "kv_cache_dtype": (("auto", "bfloat16", "bf16"), "the KV cache is read as floating point by plain torch"),
-    "speculative_algorithm": ((None, "DFLASH", "DDTREE"), "its kernels need a GPU"),
+    "speculative_algorithm": ((None, "DFLASH", "DDTREE"), "no other algorithm runs without a GPU"),
     "cuda_graph_backend_decode": ((None, Backend.DISABLED), _NO_GRAPHS),
     "cuda_graph_backend_prefill": ((None, Backend.DISABLED), _NO_GRAPHS),
     "enable_torch_compile": ((False,), "no compiler is assumed to be installed"),
