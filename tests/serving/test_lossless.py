@@ -89,6 +89,34 @@ def test_tree_is_lossless(serve: Serve, prompts: list[str], plain: list[list[int
     check_meta_info(generate(server, prompts[0], max_new_tokens=96)["meta_info"], budget)
 
 
+def test_tree_takes_the_steps_of_the_reference(serve: Serve, prompts: list[str], repo_root: Path) -> None:
+    """A drafter that read the wrong hidden rows or positions would still be lossless, but accept less.
+
+    The reference tree is that of the demo pair's own script, in plain torch. Its last step may go beyond the tokens that
+    are asked for.
+    """
+    figures = json.loads((repo_root / "tests" / "models" / "demo" / "figures.json").read_text())["evaluation"]
+    expected = [rounds for _, rounds in figures["tokens_and_rounds"]["tree_16"]][:NUM_SINGLE]
+    server, new_tokens = serve("DDTREE"), figures["new_tokens"]
+    assert DEFAULT_BUDGET == 16
+    asked = [generate(server, prompt, max_new_tokens=new_tokens, ignore_eos=True) for prompt in prompts[:NUM_SINGLE]]
+    steps = [answer["meta_info"]["spec_verify_ct"] for answer in asked]
+    assert all(abs(found - wanted) <= 1 for found, wanted in zip(steps, expected, strict=True)), (steps, expected)
+
+
+def test_second_turn_reuses_what_was_accepted(serve: Serve, prompts: list[str]) -> None:
+    """Accepted rows are where the radix tree finds them; a rejected one among them would change the text."""
+    server, reference = serve("DDTREE"), serve(None)
+    for prompt in prompts[:6]:
+        first = generate(server, prompt, ignore_eos=True)
+        assert generate(reference, prompt, ignore_eos=True)["output_ids"] == first["output_ids"]
+        turn = prompt + first["text"]
+        second = generate(server, turn, ignore_eos=True)
+        assert second["output_ids"] == generate(reference, turn, ignore_eos=True)["output_ids"]
+        prompt_tokens = first["meta_info"]["prompt_tokens"]
+        assert second["meta_info"]["cached_tokens"] > prompt_tokens
+
+
 def check_meta_info(meta: dict[str, Any], budget: int) -> None:
     """The speculative figures of one answer agree with each other, and drafts were accepted at all."""
     accepted, steps, depth = meta["spec_num_correct_drafts"], meta["spec_verify_ct"], min(budget, BLOCK_SIZE - 1)
