@@ -116,3 +116,10 @@ def test_readme_has_the_demo_pair_s_figures() -> None:
     (row,) = readme_rows("tokens per verify step, demo pair, greedy")
     assert row[1] == f"{chain:.2f} (DFLASH chain)"
     assert row[2] == f"{tree['16']:.2f} (DDTree, 16 nodes), {tree['64']:.2f} (64 nodes)"
+
+
+def test_readme_has_the_cpu_s_figures() -> None:
+    results = json.loads((REPO_ROOT / "tests" / "serving" / "results" / "cpu_decode.json").read_text())
+    speed = {row["label"]: f"{row['single_tok_s']:.0f}" for row in results["rows"]}
+    text = f"plain {speed['plain']}, chain {speed['chain']}, tree of 16 nodes {speed['tree-16']} tokens/s, one stream"
+    assert text in (REPO_ROOT / "README.md").read_text()
