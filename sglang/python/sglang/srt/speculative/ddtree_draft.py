@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from sglang.srt.sm120.startup import StartupError
-from sglang.srt.speculative.ddtree_tree import TreeBuffers, build_tree, local_top_k, merge_vocab_shards
+from sglang.srt.speculative.ddtree_tree import TreeBuffers, build_tree, draft_log_probs, local_top_k, merge_vocab_shards
 
 
 class TreeDrafter:
@@ -58,9 +58,7 @@ class TreeDrafter:
 
     def _best_tokens(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The `budget` likeliest tokens of each depth over the whole vocabulary, with their log-probabilities."""
-        shard = local_top_k(logits, self._budget, self._first_token, self._num_tokens)
         if self._tp_group is None:
-            shards = [part.unsqueeze(0) for part in shard]
-        else:
-            shards = [self._tp_group.all_gather(part.unsqueeze(0), dim=0) for part in shard]
-        return merge_vocab_shards(*shards)
+            return draft_log_probs(logits, self._budget)
+        shard = local_top_k(logits, self._budget, self._first_token, self._num_tokens)
+        return merge_vocab_shards(*(self._tp_group.all_gather(part.unsqueeze(0), dim=0) for part in shard))
