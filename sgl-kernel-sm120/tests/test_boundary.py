@@ -131,6 +131,40 @@ def test_bad_argument(change: Change, error: type[Exception], message: str) -> N
     assert re.fullmatch(r"[^\n]+: expected [^\n]+, got [^\n]+; [^\n]+", str(caught.value)), "expected, got, remedy"
 
 
+@pytest.mark.parametrize(("change", "error", "message"), [b[1:] for b in BAD], ids=[b[0] for b in BAD])
+def test_bad_argument_is_not_prepared(change: Change, error: type[Exception], message: str) -> None:
+    arguments = good_arguments()
+    change(arguments)
+    with pytest.raises(error, match=re.escape(message)):
+        kernels.PreparedCall(**arguments)
+
+
+LAYER_BAD: list[tuple[str, str, Callable[[torch.Tensor], torch.Tensor], str]] = [
+    ("q-dtype", "q", lambda t: t.half(), "q: expected torch.bfloat16 (18, 8, 576) with strides (4608, 576, 1) on cpu as prepared, got torch.float16"),
+    ("q-shape", "q", lambda t: t[:17], "q: expected torch.bfloat16 (18, 8, 576) with strides (4608, 576, 1) on cpu as prepared, got torch.bfloat16 (17,"),
+    ("q-stride", "q", lambda t: t.transpose(0, 1).contiguous().transpose(0, 1), "got torch.bfloat16 (18, 8, 576) with strides (576, 10368, 1)"),
+    ("q-alignment", "q", misaligned, "q: expected 16-byte alignment, got address"),
+    ("q-device", "q", lambda t: t.to("meta"), "with strides (4608, 576, 1) on meta"),
+    ("pool-shape", "kv_pool", lambda t: t[1:], "kv_pool: expected torch.bfloat16 (161, 1, 576)"),
+    ("pool-alignment", "kv_pool", misaligned, "kv_pool: expected 16-byte alignment, got address"),
+    ("out-width", "out", lambda t: t[..., :256], "out: expected torch.bfloat16 (18, 8, 512)"),
+    ("out-alignment", "out", misaligned, "out: expected 16-byte alignment, got address"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "change", "message"), [b[1:] for b in LAYER_BAD], ids=[b[0] for b in LAYER_BAD])
+def test_prepared_call_refuses_another_layout(
+    name: str, change: Callable[[torch.Tensor], torch.Tensor], message: str
+) -> None:
+    arguments = good_arguments()
+    call = kernels.PreparedCall(**arguments)
+    layer = {key: arguments[key] for key in ("q", "kv_pool", "out")}
+    layer[name] = change(layer[name])
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+        call(**layer)
+    assert re.fullmatch(r"[^\n]+: expected [^\n]+, got [^\n]+; [^\n]+", str(caught.value)), "expected, got, remedy"
+
+
 def test_good_arguments_pass() -> None:
     arguments = good_arguments()
     kernels.mla_tree_verify(**arguments)

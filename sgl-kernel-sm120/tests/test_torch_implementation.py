@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from cases.mla_tree_verify import SMALL_CASES, Case
@@ -37,6 +39,18 @@ def test_operator_on_cpu(case: Case) -> None:
     problem.out.fill_(float("nan"))
     torch.ops.sgl_kernel_sm120.mla_tree_verify(*arguments, SCALE, problem.mask_is_full, None)
     assert_close(problem)
+
+
+def test_prepared_call_serves_several_layers() -> None:
+    first, second = (make_problem(Case("layer", (40, 3), 2, 5, mask="compact"), "cpu", seed) for seed in (0, 1))
+    call = kernels.PreparedCall(*first.arguments(), WORKSPACE, scale=SCALE, mask_is_full=False)  # type: ignore[arg-type]
+    assert bool(first.out.isnan().all()), "nothing is computed before the call"
+    call(first.q, first.kv_pool, first.out)
+    assert_close(first)
+    # Another layer: its own queries and keys, everything else as prepared.
+    layer = dataclasses.replace(first, q=second.q, kv_pool=first.kv_pool.roll(64, -1), out=second.out)
+    call(layer.q, layer.kv_pool, layer.out)
+    assert_close(layer)
 
 
 def test_long_prefix_crosses_chunks() -> None:

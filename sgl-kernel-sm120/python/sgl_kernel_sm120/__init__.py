@@ -13,6 +13,7 @@ from sgl_kernel_sm120._mla_tree_verify import (
     workspace_bytes,
 )
 from sgl_kernel_sm120._mla_tree_verify_torch import mla_tree_verify_torch
+from sgl_kernel_sm120._prepared_call import PreparedCall
 
 __version__ = "0.1.0"
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "MAX_TREE",
     "KernelError",
     "Plan",
+    "PreparedCall",
     "UnsupportedError",
     "is_supported",
     "mla_tree_verify",

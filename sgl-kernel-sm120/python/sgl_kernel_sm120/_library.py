@@ -78,7 +78,8 @@ def load_library(path: Path) -> ctypes.CDLL:
     library.sgl_sm120_mla_tree_verify_workspace_bytes.restype = int64
     library.sgl_sm120_mla_tree_verify_workspace_bytes.argtypes = [int32] * 4
     library.sgl_sm120_mla_tree_verify.restype = int32
-    library.sgl_sm120_mla_tree_verify.argtypes = [ctypes.POINTER(MlaTreeVerifyArgs), ctypes.c_void_p]
+    # An MlaTreeVerifyArgs by reference, or its bytes.
+    library.sgl_sm120_mla_tree_verify.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
     return library
 
 

@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import struct
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -180,8 +178,13 @@ def _run(
     # One comparison decides for arguments whose properties have all passed before.
     signature = (
         q.shape, q.stride(), q.dtype, q.device, kv_pool.shape, kv_pool.stride(), kv_pool.dtype, kv_pool.device,
-        _vector(kv_indptr), _vector(kv_indices), _vector(qo_indptr), _vector(out_cache_loc), _vector(custom_mask),
-        _vector(mask_indptr), _vector(workspace), out.shape, out.stride(), out.dtype, out.device, num_splits,
+        kv_indptr.shape, kv_indptr.dtype, kv_indptr.device, kv_indptr.is_contiguous(),
+        kv_indices.shape, kv_indices.dtype, kv_indices.device, kv_indices.is_contiguous(),
+        qo_indptr.shape, qo_indptr.dtype, qo_indptr.device, qo_indptr.is_contiguous(),
+        out_cache_loc.shape, out_cache_loc.dtype, out_cache_loc.device, out_cache_loc.is_contiguous(),
+        _vector(custom_mask), _vector(mask_indptr),
+        workspace.shape, workspace.dtype, workspace.device, workspace.is_contiguous(),
+        out.shape, out.stride(), out.dtype, out.device, scale, mask_is_full, num_splits,
     )  # fmt: skip
     launch = _LAUNCHES.get(signature)
     q_address, pool_address, out_address = q.data_ptr(), kv_pool.data_ptr(), out.data_ptr()
@@ -196,39 +199,44 @@ def _run(
                 scale=scale, mask_is_full=mask_is_full,
             )  # fmt: skip
             return
-        launch = _prepare(shape, q, kv_pool, qo_indptr, out, workspace, num_splits)
+        launch = _plan_launch(shape, q, kv_pool, qo_indptr, out, workspace, scale, mask_is_full, num_splits)
         if len(_LAUNCHES) >= _MAX_LAUNCHES:
             _LAUNCHES.clear()
         _LAUNCHES[signature] = launch
-    # A copy per call: another thread may launch the same shapes.
-    args = _library.MlaTreeVerifyArgs.from_buffer_copy(launch.template)
-    _ADDRESSES.pack_into(
-        args, 0, q_address, pool_address, kv_indptr.data_ptr(), kv_indices.data_ptr(), qo_indptr.data_ptr(),
-        out_cache_loc.data_ptr(), 0 if custom_mask is None else custom_mask.data_ptr(),
-        0 if mask_indptr is None else mask_indptr.data_ptr(), out_address, workspace_address,
+    launch(
+        _ADDRESSES.pack(
+            q_address, pool_address, kv_indptr.data_ptr(), kv_indices.data_ptr(), qo_indptr.data_ptr(),
+            out_cache_loc.data_ptr(), 0 if custom_mask is None else custom_mask.data_ptr(),
+            0 if mask_indptr is None else mask_indptr.data_ptr(), out_address, workspace_address,
+        )
     )  # fmt: skip
-    args.mask_is_full = mask_is_full
-    args.scale = scale
-    if launch.device == torch.cuda.current_device():
-        code = _launch(launch, args)
-    else:
-        with torch.cuda.device(launch.device):
-            code = _launch(launch, args)
-    if code != 0:
-        _library.check(code, "mla_tree_verify")
 
 
-@dataclass(frozen=True)
-class _Launch:
-    """What a call needs beside addresses, mask layout and scale."""
-
-    function: Callable[[object, int], int]
-    template: _library.MlaTreeVerifyArgs
-    device: int
-
-
-# The addresses are the first fields of the structure.
+# The addresses are the first fields of the C structure.
 _ADDRESSES = struct.Struct("10Q")
+
+
+class _Launch:
+    """What a call needs beside addresses. Immutable, so that threads may share it."""
+
+    def __init__(self, arguments: _library.MlaTreeVerifyArgs, device: int) -> None:
+        self._function = _library.library().sgl_sm120_mla_tree_verify
+        self._tail = bytes(arguments)[_ADDRESSES.size :]
+        self._device = device
+
+    def __call__(self, addresses: bytes) -> None:
+        """Launch with the packed addresses. Errors: KernelError if CUDA fails."""
+        # torch's raw getters save a microsecond over the Stream object; Triton's launcher takes them as well.
+        device = self._device
+        if device == torch._C._cuda_getDevice():
+            code = self._function(addresses + self._tail, torch._C._cuda_getCurrentRawStream(device))
+        else:
+            with torch.cuda.device(device):
+                code = self._function(addresses + self._tail, torch._C._cuda_getCurrentRawStream(device))
+        if code != 0:
+            _library.check(code, "mla_tree_verify")
+
+
 _MAX_LAUNCHES = 4096
 _LAUNCHES: dict[tuple[object, ...], _Launch] = {}
 
@@ -238,13 +246,15 @@ def _vector(tensor: torch.Tensor | None) -> tuple[object, ...] | None:
     return None if tensor is None else (tensor.shape, tensor.dtype, tensor.device, tensor.is_contiguous())
 
 
-def _prepare(
+def _plan_launch(
     shape: tuple[int, int, int],
     q: torch.Tensor,
     kv_pool: torch.Tensor,
     qo_indptr: torch.Tensor,
     out: torch.Tensor,
     workspace: torch.Tensor,
+    scale: float,
+    mask_is_full: bool,
     num_splits: int | None,
 ) -> _Launch:
     """Plan a call whose arguments have been checked. Errors: UnsupportedError for the card, ValueError for workspace."""
@@ -257,7 +267,7 @@ def _prepare(
             f"workspace: expected at least {planned.workspace_bytes} bytes, got {size}; size it with workspace_bytes()"
         )
     batch_size, num_tokens, num_heads = shape
-    template = _library.MlaTreeVerifyArgs(
+    arguments = _library.MlaTreeVerifyArgs(
         q_token_stride=q.stride(0),
         q_head_stride=q.stride(1),
         kv_slot_stride=kv_pool.stride(0),
@@ -270,13 +280,10 @@ def _prepare(
         num_splits=planned.num_splits,
         num_sms=num_sms,
         qo_indptr_is_int64=qo_indptr.dtype is torch.int64,
+        mask_is_full=mask_is_full,
+        scale=scale,
     )
-    return _Launch(_library.library().sgl_sm120_mla_tree_verify, template, device)
-
-
-def _launch(launch: _Launch, args: _library.MlaTreeVerifyArgs) -> int:
-    # The raw stream saves a microsecond per call over the Stream object; Triton's launcher takes it as well.
-    return launch.function(ctypes.byref(args), torch._C._cuda_getCurrentRawStream(launch.device))
+    return _Launch(arguments, device)
 
 
 def _check_arguments(
