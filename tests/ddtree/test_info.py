@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sglang.srt.speculative.ddtree_info import expand_tree_mask
+from sglang.srt.speculative.ddtree_info import expand_tree_mask, fill_tree_columns
 
 
 def masks(batch_size: int, width: int) -> torch.Tensor:
@@ -34,3 +34,19 @@ def test_lengths_stay_on_the_device() -> None:
         torch.empty(3, 9, 9, dtype=torch.bool, device="meta"), torch.empty(3, dtype=torch.int32, device="meta"), 100
     )
     assert full.shape == (9 * (100 + 27),)
+
+
+@pytest.mark.parametrize("prefix_lens", [[5], [7, 2, 300]])
+@pytest.mark.parametrize("padding", [0, 2])
+def test_filled_columns_are_those_of_the_tree(prefix_lens: list[int], padding: int) -> None:
+    """A captured batch may have requests of padding behind the live ones: length 1, their own masks in place."""
+    width, lens = 9, prefix_lens + [1] * padding
+    compact = masks(len(lens), width)
+    buffer = torch.full((width * (sum(lens) + len(lens) * width) + 50,), 7, dtype=torch.uint8)
+    fill_tree_columns(compact, torch.tensor(prefix_lens, dtype=torch.int32), buffer)
+    start = 0
+    for mask, length in zip(compact, lens, strict=True):
+        tile = buffer[start : start + width * (length + width)].view(width, length + width)
+        assert (tile[:, :length] == 7).all() and torch.equal(tile[:, length:].bool(), mask)
+        start += tile.numel()
+    assert (buffer[start:] == 7).all()

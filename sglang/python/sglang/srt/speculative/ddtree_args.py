@@ -63,7 +63,6 @@ def resolve_server_args(server_args: ServerArgs) -> None:
     speculative_hook._handle_dflash(server_args)
     server_args.speculative_num_draft_tokens = width
     server_args.speculative_ddtree_budget = budget
-    _disable_decode_graphs(server_args)
     if budget < block_size - 1:
         logger.warning(
             "DDTREE: budget %d cuts the most likely chain of %d tokens, so a step may accept less than DFLASH does.",
@@ -140,7 +139,10 @@ def _refuse_unsupported_options(server_args: ServerArgs) -> None:
             "targets with recurrent layers are not supported: their state cannot follow a tree",
         ),
         (model_config.is_hybrid_swa, "targets with sliding-window layers are not supported"),
-        (envs.SGLANG_SIMULATE_ACC_LEN.get() > 0, "SGLANG_SIMULATE_ACC_LEN is not supported; unset it"),
+        (
+            envs.SGLANG_SIMULATE_ACC_LEN.get() > 0 and envs.SGLANG_SIMULATE_ACC_TOKEN_MODE.get() != "fixed",
+            "SGLANG_SIMULATE_ACC_TOKEN_MODE must be fixed",
+        ),
     )
     for refused, reason in refusals:
         if refused:
@@ -214,13 +216,3 @@ def _check_pair(server_args: ServerArgs, drafter: Any) -> int:
             f"drafter {path}: mask_token_id must be below the target's vocab_size {target.vocab_size}, got {parsed.mask_token_id}"
         )
     return int(parsed.block_size)
-
-
-def _disable_decode_graphs(server_args: ServerArgs) -> None:
-    """Keep decode eager: the Triton backend captures DFLASH verify without a mask, which would drop the tree."""
-    from sglang.srt.model_executor.cuda_graph_config import Backend
-
-    decode = server_args.cuda_graph_config.decode
-    if decode.backend != Backend.DISABLED:
-        logger.warning("DDTREE: decode CUDA graphs are off, because a captured verify would ignore the tree mask.")
-        decode.backend = Backend.DISABLED

@@ -34,11 +34,30 @@ def expand_tree_mask(mask: torch.Tensor, prefix_lens: torch.Tensor, max_total_pr
         the slack at the end is True.
     """
     batch_size, width, _ = mask.shape
+    full = torch.ones(width * (max_total_prefix + batch_size * width), dtype=torch.bool, device=mask.device)
+    full[_tree_columns(prefix_lens, width)] = mask.flatten()
+    return full
+
+
+def fill_tree_columns(mask: torch.Tensor, prefix_lens: torch.Tensor, full: torch.Tensor) -> None:
+    """Write compact tree masks into a static buffer of the full layout, for a reader that skips the prefix columns.
+
+    Args:
+        mask: bool [max_bs, T, T]; entries from the batch size on belong to the padding of a captured batch.
+        prefix_lens: [bs] integer, bs at most max_bs. Padding has the length 1 that SGLang captures with.
+        full: uint8, flat; columns of the prefix keep what they hold.
+    """
+    max_bs, width, _ = mask.shape
+    lens = torch.ones(max_bs, dtype=torch.int64, device=mask.device)
+    lens[: prefix_lens.shape[0]] = prefix_lens
+    full[_tree_columns(lens, width)] = mask.flatten().to(full.dtype)
+
+
+def _tree_columns(prefix_lens: torch.Tensor, width: int) -> torch.Tensor:
+    """Where the last T columns of each row lie in the full layout, int64 [bs * T * T]."""
     prefix_lens = prefix_lens.to(torch.int64)
     row_lens = prefix_lens + width
     first = torch.cumsum(row_lens * width, 0) - row_lens * width
-    rows = torch.arange(width, device=mask.device)
+    rows = torch.arange(width, device=prefix_lens.device)
     columns = first[:, None, None] + rows[None, :, None] * row_lens[:, None, None] + prefix_lens[:, None, None] + rows
-    full = torch.ones(width * (max_total_prefix + batch_size * width), dtype=torch.bool, device=mask.device)
-    full[columns.flatten()] = mask.flatten()
-    return full
+    return columns.flatten()

@@ -85,26 +85,25 @@ class SamplingRows:
 class WalkBuffers:
     """Static results of a walk; D = max_depth + 1 is the longest run, bonus included.
 
+    packed        int64 [max_bs, 2 D + 2]  everything below, so that one copy or one broadcast moves a request's results
     accept_index  int64 [max_bs, D]  accepted rows of the request's own tree, the root (0) first; -1 from accept_lens on
-    accept_lens   int32 [max_bs]     tokens to commit: accepted drafts + the bonus = accepted rows with the root
     out_tokens    int64 [max_bs, D]  the tokens to commit, the bonus last; 0 from accept_lens on
+    accept_lens   int64 [max_bs]     tokens to commit: accepted drafts + the bonus = accepted rows with the root
     bonus         int64 [max_bs]     the next root
     """
 
+    packed: torch.Tensor
     accept_index: torch.Tensor
-    accept_lens: torch.Tensor
     out_tokens: torch.Tensor
+    accept_lens: torch.Tensor
     bonus: torch.Tensor
 
     @classmethod
     def allocate(cls, max_bs: int, max_depth: int, device: torch.device | str) -> WalkBuffers:
-        shape = (max_bs, max_depth + 1)
-        return cls(
-            accept_index=torch.full(shape, -1, dtype=torch.int64, device=device),
-            accept_lens=torch.zeros(max_bs, dtype=torch.int32, device=device),
-            out_tokens=torch.zeros(shape, dtype=torch.int64, device=device),
-            bonus=torch.zeros(max_bs, dtype=torch.int64, device=device),
-        )
+        longest = max_depth + 1
+        packed = torch.zeros((max_bs, 2 * longest + 2), dtype=torch.int64, device=device)
+        packed[:, :longest] = -1
+        return cls(packed, packed[:, :longest], packed[:, longest:-2], packed[:, -2], packed[:, -1])
 
 
 def walk_logits(

@@ -16,14 +16,23 @@ from sglang.srt.distributed import get_tp_group
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 from sglang.srt.runtime_context import get_observability
+from sglang.srt.speculative.ddtree_commit import move_accepted_rows
 from sglang.srt.speculative.ddtree_draft import TreeDrafter
-from sglang.srt.speculative.ddtree_info import DDTreeVerifyInput, expand_tree_mask
+from sglang.srt.speculative.ddtree_info import DDTreeVerifyInput, expand_tree_mask, fill_tree_columns
 from sglang.srt.speculative.ddtree_metrics import TreeMetrics, max_depth
+from sglang.srt.speculative.ddtree_simulate import simulate_acceptance, simulation_requested
 from sglang.srt.speculative.ddtree_tree import TreeBuffers
-from sglang.srt.speculative.ddtree_walk import SamplingRows, WalkBuffers, accepted_slots, walk_logits
+from sglang.srt.speculative.ddtree_walk import (
+    SamplingRows,
+    WalkBuffers,
+    accepted_slots,
+    walk_logits,
+    walk_tree,
+)
 from sglang.srt.speculative.dflash_utils import apply_dflash_verify_logits_adjustments
 from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
 from sglang.srt.speculative.eagle_utils import TreeMaskMode
+from sglang.srt.speculative.verify_adjustments import is_plain_greedy
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,7 +41,9 @@ if TYPE_CHECKING:
     from sglang.srt.layers.logits_processor import LogitsProcessorOutput
     from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.managers.tp_worker import TpModelWorker
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.server_args import ServerArgs
+    from sglang.srt.sm120.verify_route import VerifyRoute
 
 
 class DDTreeWorker(DFlashWorkerV2):
@@ -67,6 +78,29 @@ class DDTreeWorker(DFlashWorkerV2):
         self._tree = TreeBuffers.allocate(max_requests, self.budget, depth, self.device, width=self.verify_width)
         # The scheduler copies a step's results while the next step runs, so two sets take turns.
         self._walks = [WalkBuffers.allocate(max_requests, depth, self.device) for _ in range(2)]
+        self._captured_walk = WalkBuffers.allocate(max_requests, depth, self.device)
+        route = self._verify_route()
+        if route is not None:
+            route.tree_mask = self._tree.mask
+        self.model_runner.capture_tail_hooks.append(self._walk_in_graph)
+        self.draft_model_runner.capture_tail_hooks.append(self._build_in_graph)
+
+    def _maybe_build_draft_sampler(self) -> None:
+        """No sampler for the chain in the draft graph: the tree is built there."""
+
+    def _verify_route(self) -> VerifyRoute | None:
+        return getattr(self.model_runner.attn_backend, "sm120_route", None)
+
+    def _build_in_graph(self, runner: Any, output: Any, forward_batch: ForwardBatch, num_tokens: int) -> None:
+        """The tail of the captured draft pass. With a draft window ``seq_lens`` are local, so positions tell lengths."""
+        roots = forward_batch.input_ids.view(-1, self.block_size)[:, 0]
+        committed = forward_batch.positions.view(-1, self.block_size)[:, 0]
+        self._tree_drafter.build(output.hidden_states, roots, committed, self._tree)
+
+    def _walk_in_graph(self, runner: Any, output: Any, forward_batch: ForwardBatch, num_tokens: int) -> None:
+        """The tail of the captured verify pass: the greedy walk, for batches whose logits nothing adjusts."""
+        draws = output.next_token_logits.argmax(-1).view(-1, self.verify_width)
+        walk_tree(draws, self._tree, self._captured_walk)
 
     def verify_draft_tree(
         self,
@@ -85,24 +119,25 @@ class DDTreeWorker(DFlashWorkerV2):
         """
         batch_size = block_ids.shape[0]
         committed = batch.seq_lens
-        self._tree_drafter.build(draft_output.logits_output.hidden_states, block_ids[:, 0], committed, self._tree)
+        if not draft_output.can_run_graph:
+            self._tree_drafter.build(draft_output.logits_output.hidden_states, block_ids[:, 0], committed, self._tree)
         window_slots = self._window_slots(batch)
         logits_output, can_run_cuda_graph = self._verify(batch, window_slots)
-        walk = self._walk(batch, logits_output.next_token_logits)
-        accept_lens = walk.accept_lens[:batch_size]
+        walk = self._walk(batch, logits_output.next_token_logits, captured=can_run_cuda_graph)
+        # Contiguous copies: SGLang's kernels read these as dense vectors.
+        accept_lens = walk.accept_lens[:batch_size].to(torch.int32)
+        bonus = walk.bonus[:batch_size].contiguous()
         new_seq_lens = committed + accept_lens
         if on_publish is not None:
             on_publish(new_seq_lens)
-        self._commit(window_slots, logits_output.hidden_states, walk, committed)
+        self._commit(window_slots, logits_output.hidden_states, walk, accept_lens, committed)
         logits_output.hidden_states = None
         return GenerationBatchResult(
             logits_output=logits_output,
             next_token_ids=walk.out_tokens[:batch_size].reshape(-1),
             accept_lens=accept_lens,
             can_run_cuda_graph=can_run_cuda_graph,
-            next_draft_input=self._make_next_draft_input_decode(
-                bonus_tokens=walk.bonus[:batch_size], new_seq_lens=new_seq_lens
-            ),
+            next_draft_input=self._make_next_draft_input_decode(bonus_tokens=bonus, new_seq_lens=new_seq_lens),
             speculative_num_draft_tokens=self.block_size,
             new_seq_lens=new_seq_lens,
         )
@@ -152,37 +187,59 @@ class DDTreeWorker(DFlashWorkerV2):
 
     def _tree_mask(
         self, batch_size: int, prefix_lens: torch.Tensor, max_total_prefix: int
-    ) -> tuple[torch.Tensor, TreeMaskMode]:
-        """The flat mask in the layout that the target's attention backend reads."""
-        mask = self._tree.mask[:batch_size]
-        if getattr(self.model_runner.attn_backend, "accepts_compact_tree_mask", False):
-            return mask.flatten(), TreeMaskMode.QLEN_ONLY
-        return expand_tree_mask(mask, prefix_lens, max_total_prefix), TreeMaskMode.FULL_MASK
+    ) -> tuple[torch.Tensor | None, TreeMaskMode]:
+        """The flat mask in the layout that the target's attention backend reads; None where it reads a static buffer."""
+        backend, route = self.model_runner.attn_backend, self._verify_route()
+        if route is None:
+            return self._tree.mask[:batch_size].flatten(), TreeMaskMode.QLEN_ONLY
+        if route.reads_compact_mask:
+            return None, TreeMaskMode.QLEN_ONLY
+        buffer = backend.verify_mask
+        if buffer is None or not buffer.fits(batch_size):
+            mask = self._tree.mask[:batch_size]
+            return expand_tree_mask(mask, prefix_lens, max_total_prefix), TreeMaskMode.FULL_MASK
+        if backend.enable_deterministic:
+            buffer.buffer.fill_(1)  # that kernel reads the columns of the prefix as well
+        fill_tree_columns(self._tree.mask[: buffer.max_bs], prefix_lens, buffer.buffer)
+        return None, TreeMaskMode.FULL_MASK
 
-    def _walk(self, batch: ScheduleBatch, logits: torch.Tensor) -> WalkBuffers:
-        """Draw along the tree; under tensor parallelism rank 0's draws count."""
+    def _walk(self, batch: ScheduleBatch, logits: torch.Tensor, captured: bool) -> WalkBuffers:
+        """Draw along the tree; under tensor parallelism rank 0's draws count.
+
+        `captured` says that the verify pass was a graph, whose tail has walked greedily already.
+        """
         sampling_info = batch.sampling_info
-        apply_dflash_verify_logits_adjustments(
-            next_token_logits=logits, sampling_info=sampling_info, draft_token_num=self.verify_width
-        )
+        batch_size = len(sampling_info)
         walk = self._walks[0]
         self._walks.reverse()
-        walk_logits(logits, self._tree, SamplingRows.from_batch(sampling_info), walk)
+        if captured and is_plain_greedy(sampling_info):
+            walk.packed[:batch_size].copy_(self._captured_walk.packed[:batch_size])
+        else:
+            apply_dflash_verify_logits_adjustments(
+                next_token_logits=logits, sampling_info=sampling_info, draft_token_num=self.verify_width
+            )
+            walk_logits(logits, self._tree, SamplingRows.from_batch(sampling_info), walk)
+        if simulation_requested():
+            simulate_acceptance(walk, batch_size, max_accept=max_depth(self.budget, self.block_size) + 1)
         if get_tp_group().world_size > 1:
-            for result in (walk.accept_index, walk.accept_lens, walk.out_tokens, walk.bonus):
-                get_tp_group().broadcast(result[: len(sampling_info)], src=0)
+            get_tp_group().broadcast(walk.packed[:batch_size], src=0)
         return walk
 
     def _commit(
-        self, window_slots: torch.Tensor, hidden: torch.Tensor, walk: WalkBuffers, committed: torch.Tensor
+        self,
+        window_slots: torch.Tensor,
+        hidden: torch.Tensor,
+        walk: WalkBuffers,
+        accept_lens: torch.Tensor,
+        committed: torch.Tensor,
     ) -> None:
         """Keep the accepted rows: move the target's KV to the front of the window, write the drafter's KV there."""
         batch_size = window_slots.shape[0]
         rows = walk.accept_index[:batch_size]
         destinations, sources, in_place = accepted_slots(window_slots, rows)
-        # Reading the flag costs nothing where host and device are one; elsewhere a copy onto itself is cheaper.
+        # Reading the flag costs nothing where host and device are one; elsewhere it would wait for the device.
         if destinations.is_cuda or not bool(in_place.all()):
-            self.model_runner.token_to_kv_pool.move_kv_cache(destinations.flatten(), sources.flatten())
+            move_accepted_rows(self.model_runner.token_to_kv_pool, destinations, sources)
         hidden = hidden.view(batch_size, self.verify_width, -1)
         accepted_hidden = hidden.gather(1, rows.clamp(min=0)[:, :, None].expand(-1, -1, hidden.shape[-1]))
         self._append_target_hidden_to_draft_kv_by_loc(
@@ -190,5 +247,5 @@ class DDTreeWorker(DFlashWorkerV2):
             cache_loc=destinations.flatten(),
             cache_loc_2d=destinations,
             positions=(committed[:, None] + self._block_pos_offsets).flatten(),
-            commit_lens=walk.accept_lens[:batch_size],
+            commit_lens=accept_lens,
         )

@@ -69,6 +69,18 @@ def apply_min_p(probs: torch.Tensor, sampling_info: SamplingBatchInfo, rows_per_
     return kept / kept.sum(-1, keepdim=True)
 
 
+def is_plain_greedy(sampling_info: SamplingBatchInfo) -> bool:
+    """Whether every request takes the argmax of the target's own logits, with nothing that adjusts them."""
+    penalizers = sampling_info.penalizer_orchestrator
+    adjusted = (
+        sampling_info.has_custom_logit_processor
+        or (penalizers is not None and penalizers.is_required)
+        or any(grammar is not None for grammar in sampling_info.grammars or ())
+    )
+    tables = sampling_info.acc_additive_penalties, sampling_info.acc_scaling_penalties, sampling_info.logit_bias
+    return sampling_info.is_all_greedy and not adjusted and all(table is None for table in tables)
+
+
 def row_headroom(server_args: ServerArgs) -> int:
     """Slots that a request's row needs beyond the context length for the DFLASH family's reserve, else 0.
 

@@ -1,0 +1,365 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where target-verify attention of an MLA model goes: to `mla_tree_verify`, or to SGLang's Triton kernel.
+
+The Triton backend calls four functions of this module, each at the place where the data passes (patches
+``verify/*``): `attach_route` when it is made, `graph_rows` and `graph_mask` when it sizes its CUDA graph state, and
+`serve_verify` per layer. The decision is made once, at start-up; nothing is chosen in the hot path.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sglang.srt.sm120.startup import StartupError
+from sglang.srt.sm120.verify_compare import VerifyComparison, shared_comparison
+from sglang.srt.speculative.ddtree_algorithm import is_ddtree
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.attention.verify_mask import VerifyMask
+    from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+logger = logging.getLogger(__name__)
+
+MODE_VARIABLE = "SGLANG_SM120_VERIFY"
+LATENT_DIM, ROPE_DIM = 512, 64
+
+
+class VerifyMode(Enum):
+    """Values of ``SGLANG_SM120_VERIFY``."""
+
+    AUTO = "auto"  # the kernel on compute capability 12.x, Triton elsewhere
+    ON = "on"  # the kernel, or no start
+    OFF = "off"  # Triton
+    VALIDATE = "validate"  # both; Triton's output is used, the kernel's is compared with it
+
+
+def verify_mode() -> VerifyMode:
+    """The mode that the environment asks for. Errors: StartupError for another value."""
+    value = os.environ.get(MODE_VARIABLE, VerifyMode.AUTO.value)
+    try:
+        return VerifyMode(value)
+    except ValueError:
+        expected = ", ".join(mode.value for mode in VerifyMode)
+        raise StartupError(f"{MODE_VARIABLE}: expected one of {expected}, got {value!r}") from None
+
+
+@dataclass
+class Kernel:
+    """What a call of `mla_tree_verify` needs beside the batch; T is the verify width.
+
+    workspace       uint8, large enough for every batch of the server
+    compact_indptr  int64 [max_bs + 1], first byte of each request in masks of T x T bytes
+    """
+
+    workspace: torch.Tensor
+    compact_indptr: torch.Tensor
+    max_bs: int
+    width: int
+
+    def run(
+        self,
+        backend: Any,
+        layer: RadixAttention,
+        q: torch.Tensor,
+        out: torch.Tensor,
+        slots: torch.Tensor,
+        mask: torch.Tensor | None,
+        mask_indptr: torch.Tensor | None,
+        mask_is_full: bool,
+    ) -> None:
+        """Write the attention of one layer to `out` [bs * T, heads * 512]; q [bs * T, heads * 576]."""
+        from sgl_kernel_sm120 import mla_tree_verify
+
+        metadata = backend.forward_metadata
+        mla_tree_verify(
+            q.view(-1, layer.tp_q_head_num, LATENT_DIM + ROPE_DIM),
+            backend.token_to_kv_pool.get_key_buffer(layer.layer_id),
+            metadata.kv_indptr,
+            metadata.kv_indices,
+            metadata.qo_indptr,
+            slots,
+            mask,
+            mask_indptr,
+            out.view(-1, layer.tp_q_head_num, LATENT_DIM),
+            self.workspace,
+            scale=layer.scaling,
+            mask_is_full=mask_is_full,
+        )
+
+
+@dataclass
+class VerifyRoute:
+    """The route of one target backend. Made by `attach_route`, found at ``backend.sm120_route``.
+
+    kernel      what serves, or None when Triton does
+    reason      why Triton serves, as one line; None when the kernel does
+    comparison  set in validate mode
+    tree_mask   bool [max_bs, T, T], static: DDTREE's trees; None for algorithms that carry their mask in the batch
+    """
+
+    kernel: Kernel | None
+    reason: str | None
+    comparison: VerifyComparison | None = None
+    tree_mask: torch.Tensor | None = None
+
+    @property
+    def reads_compact_mask(self) -> bool:
+        """Whether masks have T columns, so that no buffer of the context's length is needed."""
+        return self.kernel is not None and self.comparison is None
+
+
+def attach_route(backend: Any, model_runner: ModelRunner) -> None:
+    """Decide the route of a Triton backend and say so; called at the end of its constructor.
+
+    Errors: StartupError in the modes ``on`` and ``validate`` when the kernel cannot serve.
+    """
+    backend.sm120_route = None
+    if not model_runner.spec_algorithm.is_speculative() or model_runner.is_draft_worker or backend.skip_prefill:
+        return
+    mode = verify_mode()
+    width, max_bs = int(backend.num_draft_tokens), int(model_runner.req_to_token_pool.size)
+    reason = _unserved(mode, backend, model_runner, width, max_bs)
+    if reason is not None:
+        if mode in (VerifyMode.ON, VerifyMode.VALIDATE):
+            raise StartupError(f"{MODE_VARIABLE}={mode.value}: {reason}; set it to auto to use SGLang's Triton kernel")
+        backend.sm120_route = VerifyRoute(kernel=None, reason=reason)
+        if is_ddtree(model_runner.server_args.speculative_algorithm) or _is_sm120():
+            logger.info("Verify attention: SGLang's Triton kernel, because %s.", reason)
+        return
+    kernel = _allocate_kernel(backend, width, max_bs)
+    comparison = shared_comparison(backend.device) if mode is VerifyMode.VALIDATE else None
+    backend.sm120_route = VerifyRoute(kernel, None, comparison)
+    _log_choice(backend, model_runner, mode, kernel)
+
+
+def _unserved(mode: VerifyMode, backend: Any, model_runner: ModelRunner, width: int, max_bs: int) -> str | None:
+    """Why the kernel does not serve this backend, or None."""
+    if mode is VerifyMode.OFF:
+        return f"{MODE_VARIABLE} is off"
+    if mode is VerifyMode.AUTO and not _is_sm120():
+        return f"{MODE_VARIABLE} is auto and the card is not of compute capability 12.x"
+    config = model_runner.model_config
+    if not backend.use_mla:
+        return "the target is not an MLA model"
+    if (config.kv_lora_rank, config.qk_rope_head_dim) != (LATENT_DIM, ROPE_DIM):
+        return (
+            f"the kernel expects a latent of {LATENT_DIM} + {ROPE_DIM}, "
+            f"the target has {config.kv_lora_rank} + {config.qk_rope_head_dim}"
+        )
+    if backend.dcp_size > 1:
+        return "decode context parallelism is on"
+    if backend._translate_kv_loc is not None:
+        return "the unified memory pool is on"
+    scales = {layer.k_scale_float for layer in _attention_layers(model_runner) if layer.k_scale is not None} - {1.0}
+    if scales:
+        return f"the kernel expects unscaled KV, the checkpoint has k_scale {scales.pop()}"
+    try:
+        from sgl_kernel_sm120 import is_supported
+    except ImportError as error:
+        return f"sgl_kernel_sm120 cannot be used: {error}; install it with `pip install ./sgl-kernel-sm120`"
+    return is_supported(
+        batch_size=max_bs,
+        num_tokens=width,
+        num_heads=backend.num_head,
+        dtype=model_runner.dtype,
+        kv_dtype=backend.token_to_kv_pool.dtype,
+        capability=torch.cuda.get_device_capability(backend.device),
+    )
+
+
+def _is_sm120() -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 12
+
+
+def _attention_layers(model_runner: ModelRunner) -> list[RadixAttention]:
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    return [module for module in model_runner.model.modules() if isinstance(module, RadixAttention)]
+
+
+def _num_splits_and_bytes(bs: int, width: int, num_heads: int) -> tuple[int, int]:
+    from sgl_kernel_sm120 import plan
+
+    planned = plan(bs, width, num_heads, torch.cuda.get_device_properties(0).multi_processor_count)
+    return planned.num_splits, planned.workspace_bytes
+
+
+def _allocate_kernel(backend: Any, width: int, max_bs: int) -> Kernel:
+    needed = max(_num_splits_and_bytes(bs, width, backend.num_head)[1] for bs in range(1, max_bs + 1))
+    try:
+        workspace = torch.empty(needed, dtype=torch.uint8, device=backend.device)
+    except torch.cuda.OutOfMemoryError as error:
+        raise StartupError(
+            f"verify attention: expected {needed} free bytes for the kernel's workspace at {max_bs} requests, "
+            f"got {torch.cuda.mem_get_info()[0]}; lower --max-running-requests or --mem-fraction-static"
+        ) from error
+    compact_indptr = torch.arange(max_bs + 1, dtype=torch.int64, device=backend.device) * (width * width)
+    return Kernel(workspace, compact_indptr, max_bs, width)
+
+
+def _log_choice(backend: Any, model_runner: ModelRunner, mode: VerifyMode, kernel: Kernel) -> None:
+    buckets = model_runner.server_args.cuda_graph_config.decode.bs or [1]
+    splits = ", ".join(
+        f"{bs}: {_num_splits_and_bytes(bs, kernel.width, backend.num_head)[0]}"
+        for bs in sorted(buckets)
+        if bs <= kernel.max_bs
+    )
+    logger.info(
+        "Verify attention: mla_tree_verify%s on %s (compute capability %d.%d), %d heads, %d rows per request; splits by "
+        "batch size %s; workspace %d bytes, compact mask %d bytes.",
+        " beside Triton (validate)" if mode is VerifyMode.VALIDATE else "",
+        torch.cuda.get_device_name(backend.device),
+        *torch.cuda.get_device_capability(backend.device),
+        backend.num_head,
+        kernel.width,
+        splits,
+        kernel.workspace.numel(),
+        kernel.max_bs * kernel.width**2,
+    )
+
+
+def graph_rows(backend: Any, max_bs: int, max_num_tokens: int) -> int:
+    """Rows that a Triton backend's CUDA graph state needs, of the `max_num_tokens` that SGLang sizes it by.
+
+    The state is decode scratch and slot lists. Verification reads the lists alone, one per request; one per tree row
+    takes gigabytes. One request more keeps lengths that are slightly above the context length inside, as the slack
+    of the larger buffer did. DDTREE's two models only ever verify; other algorithms keep their size unless the kernel
+    serves, so that nothing changes for them elsewhere.
+    """
+    route = backend.sm120_route
+    verifies_only = is_ddtree(_algorithm_name()) or (route is not None and route.kernel is not None)
+    if not verifies_only or backend.use_sliding_window_kv_pool or backend.skip_prefill:
+        return max_num_tokens
+    return min(max_bs + 1, max_num_tokens)
+
+
+def _algorithm_name() -> str | None:
+    from sglang.srt.runtime_context import get_spec
+
+    return get_spec().speculative_algorithm
+
+
+def graph_mask(backend: Any, mask: VerifyMask | None) -> VerifyMask | None:
+    """The mask buffer of captured verify passes: of T columns where the kernel alone reads it."""
+    from sglang.srt.layers.attention.verify_mask import VerifyMask, tree_mask_numel
+    from sglang.srt.speculative.eagle_utils import TreeMaskMode
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+    route = backend.sm120_route
+    algorithm = SpeculativeAlgorithm.from_string(_algorithm_name())
+    # NGRAM writes the full layout whatever the buffer's mode says.
+    if mask is None or route is None or not route.reads_compact_mask or algorithm.is_ngram():
+        return mask
+    mode = TreeMaskMode.QLEN_ONLY
+    numel = tree_mask_numel(mode, mask.max_bs, backend.num_draft_tokens, 0)
+    return VerifyMask(torch.zeros(numel, dtype=torch.uint8, device=backend.device), mode, mask.max_bs, mask.is_read)
+
+
+def serve_verify(
+    backend: Any,
+    layer: RadixAttention,
+    forward_batch: ForwardBatch,
+    out: torch.Tensor,
+    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    extras: dict[str, Any],
+) -> bool:
+    """Whether the attention of this layer has been written to `out`; otherwise the caller goes on with Triton.
+
+    Args:
+        out: [rows, heads * v_dim].
+        qkv: what the caller was given; the pool holds k and v already.
+        extras: what it was given beside (sinks, score_mod, aux_tensors); the kernel computes none of them.
+    """
+    route = backend.sm120_route
+    if route is None or not forward_batch.forward_mode.is_target_verify():
+        return False
+    if route.kernel is None:
+        _use_tree_buffer(route, backend)
+        return False
+    _check_call(layer, backend, extras)
+    slots = forward_batch.out_cache_loc
+    if route.comparison is None:
+        route.kernel.run(backend, layer, qkv[0], out, slots, *_mask_of(route, backend))
+        return True
+    if route.comparison.in_stock_half:
+        _use_tree_buffer(route, backend)
+        return False
+    route.comparison.in_stock_half = True
+    try:
+        reference = backend.forward_extend(*qkv, layer, forward_batch, save_kv_cache=False, **extras)
+    finally:
+        route.comparison.in_stock_half = False
+    kernel_out = torch.empty_like(reference)
+    route.kernel.run(backend, layer, qkv[0], kernel_out, slots, *_mask_of(route, backend))
+    rows = (slots.shape[0], layer.tp_q_head_num, LATENT_DIM)
+    route.comparison.add(layer.layer_id, kernel_out.view(rows), reference.view(rows), slots)
+    out.copy_(reference)
+    return True
+
+
+def _mask_of(route: VerifyRoute, backend: Any) -> tuple[torch.Tensor | None, torch.Tensor | None, bool]:
+    """Mask, its offsets and whether its rows span the prefix, for the batch that the backend holds."""
+    metadata, kernel = backend.forward_metadata, route.kernel
+    assert kernel is not None
+    batch_size = metadata.kv_indptr.shape[0] - 1
+    if route.tree_mask is not None:
+        return route.tree_mask.view(-1), kernel.compact_indptr[: batch_size + 1], False
+    if metadata.custom_mask is None:
+        return None, None, False
+    if backend.verify_mask is not None and route.reads_compact_mask and _is_compact(backend.verify_mask):
+        return metadata.custom_mask, kernel.compact_indptr[: batch_size + 1], False
+    return metadata.custom_mask, metadata.mask_indptr[: batch_size + 1], True
+
+
+def _is_compact(mask: VerifyMask) -> bool:
+    from sglang.srt.speculative.eagle_utils import TreeMaskMode
+
+    return mask.mode == TreeMaskMode.QLEN_ONLY
+
+
+def _use_tree_buffer(route: VerifyRoute, backend: Any) -> None:
+    """Let Triton read DDTREE's mask: SGLang captures the DFLASH family without one and would drop the tree.
+
+    The worker fills the backend's buffer before each pass. Without captured graphs there is no such buffer, and the
+    batch carries its mask.
+    """
+    metadata = backend.forward_metadata
+    if route.tree_mask is not None and metadata.custom_mask is None and backend.verify_mask is not None:
+        metadata.custom_mask = backend.verify_mask.buffer
+
+
+def _check_call(layer: RadixAttention, backend: Any, extras: dict[str, Any]) -> None:
+    """Raise for a layer that the kernel cannot compute, during the first pass or capture, that is, at start-up."""
+    width = backend.forward_metadata.max_extend_len
+    for name, got, expected in (
+        ("qk_head_dim", layer.qk_head_dim, LATENT_DIM + ROPE_DIM),
+        ("v_head_dim", layer.v_head_dim, LATENT_DIM),
+        ("tp_k_head_num", layer.tp_k_head_num, 1),
+        ("logit_cap", layer.logit_cap, 0),
+        ("rows per request", width, backend.sm120_route.kernel.width),
+    ):
+        if got != expected:
+            raise StartupError(
+                f"verify attention, layer {layer.layer_id}: expected {name} {expected}, got {got}; set {MODE_VARIABLE}=off"
+            )
+    for name, value in extras.items():
+        if value is not None:
+            raise StartupError(
+                f"verify attention, layer {layer.layer_id}: {name} is not supported; set {MODE_VARIABLE}=off"
+            )
+
+
+def report_comparison(scheduler: Any) -> str:
+    """Text for the scheduler's decode log in validate mode, else nothing; also sets the gauges of ``/metrics``."""
+    route = getattr(scheduler.tp_worker.model_runner.attn_backend, "sm120_route", None)
+    if route is None or route.comparison is None:
+        return ""
+    return str(route.comparison.poll())

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The whole server on a GPU: trees verified by the kernel inside captured graphs give the chain's text."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+from near_ties import NearTies
+from tokenizers import Tokenizer
+
+from serving.server import ModelPair, Server, ServerFailed
+
+pytestmark = pytest.mark.gpu
+
+NUM_PROMPTS, NEW_TOKENS = 200, 64
+# Padding: 3 and 5 to 7 requests run in graphs captured for 4 and 8.
+GRAPH_FLAGS = (
+    *("--attention-backend", "triton", "--sampling-backend", "pytorch", "--grammar-backend", "none"),
+    *("--cuda-graph-bs-decode", "1", "2", "4", "8", "--max-running-requests", "8", "--max-total-tokens", "40000"),
+    *("--mem-fraction-static", "0.3", "--skip-server-warmup", "--decode-log-interval", "8"),
+)
+KERNEL = {"SGLANG_SM120_VERIFY": "on"}
+
+Serve = Callable[..., Server]
+Texts = list[list[int]]
+
+
+@pytest.fixture(scope="module")
+def prompts(repo_root: Path) -> list[str]:
+    texts = json.loads((repo_root / "tests" / "models" / "demo" / "prompts.json").read_text())
+    return [prompt["text"] for prompt in texts][:NUM_PROMPTS]
+
+
+@pytest.fixture(scope="module")
+def judge(demo_pair: ModelPair, prompts: list[str]) -> Callable[[Texts, Texts], None]:
+    """Fails when two decodings of the prompts part elsewhere than at a near tie."""
+    ties = NearTies(demo_pair.target.parent, "cuda")
+    tokenizer = Tokenizer.from_file(str(demo_pair.target / "tokenizer.json"))
+    ids = [tokenizer.encode(prompt).ids for prompt in prompts]
+
+    def check(some: Texts, others: Texts) -> None:
+        reasons = [ties.explain(*case) for case in zip(ids, some, others, strict=False)]
+        assert not (wrong := {index: reason for index, reason in enumerate(reasons) if reason}), wrong
+        parted = sum(one != other for one, other in zip(some, others, strict=True))
+        assert parted <= len(some) // 4, f"{parted} of {len(some)} texts part at near ties"
+
+    return check
+
+
+def generate(server: Server, prompt: str, **options: Any) -> list[int]:
+    sampling = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True} | options
+    response = requests.post(f"{server.url}/generate", json={"text": prompt, "sampling_params": sampling}, timeout=120)
+    assert response.status_code == 200, response.text
+    return list(response.json()["output_ids"])
+
+
+def answers(server: Server, prompts: list[str], concurrency: int) -> Texts:
+    with ThreadPoolExecutor(concurrency) as pool:
+        return list(pool.map(lambda prompt: generate(server, prompt), prompts))
+
+
+@pytest.fixture(scope="module")
+def chain(serve: Serve, prompts: list[str]) -> Texts:
+    """What the DFLASH chain of the same release says, on SGLang's own kernels."""
+    return answers(serve("DFLASH", *GRAPH_FLAGS, environment={"SGLANG_SM120_VERIFY": "off"}), prompts, 8)
+
+
+@pytest.mark.parametrize("concurrency", [1, 3, 8])
+def test_trees_on_the_kernel_give_the_chains_text(
+    serve: Serve, prompts: list[str], chain: Texts, judge: Callable[[Texts, Texts], None], concurrency: int
+) -> None:
+    server = serve("DDTREE", *GRAPH_FLAGS, environment=KERNEL)
+    judge(answers(server, prompts, concurrency), chain)
+
+
+def test_start_up_says_what_was_chosen(serve: Serve) -> None:
+    output = serve("DDTREE", *GRAPH_FLAGS, environment=KERNEL).output()
+    line = re.search(r"Verify attention: mla_tree_verify on (.*)", output)
+    assert line, output[-3000:]
+    assert "compute capability" in line[1] and "splits by batch size" in line[1] and "workspace" in line[1]
+
+
+def test_every_step_replays_a_graph(serve: Serve, prompts: list[str]) -> None:
+    """Live batches of 3, 5, 6 and 7 are padded to captured sizes; none of them falls back to eager."""
+    server = serve("DDTREE", *GRAPH_FLAGS, environment=KERNEL)
+    for live in (3, 5, 6, 7):
+        answers(server, prompts[: 2 * live], live)
+    lines = re.findall(r"Decode batch.*cuda graph: (\w+)", server.output())
+    assert lines and set(lines) == {"True"}, lines
+
+
+def test_triton_serves_trees_in_graphs(
+    serve: Serve, prompts: list[str], chain: Texts, judge: Callable[[Texts, Texts], None]
+) -> None:
+    """The fallback: a captured Triton verify reads the tree from the backend's buffer, padding included."""
+    server = serve("DDTREE", *GRAPH_FLAGS, environment={"SGLANG_SM120_VERIFY": "off"})
+    judge(answers(server, prompts, 7), chain)
+    assert "SGLANG_SM120_VERIFY is off" in server.output()
+
+
+def test_validate_mode_finds_no_difference(
+    serve: Serve, prompts: list[str], chain: Texts, judge: Callable[[Texts, Texts], None]
+) -> None:
+    server = serve("DDTREE", *GRAPH_FLAGS, environment={"SGLANG_SM120_VERIFY": "validate"})
+    judge(answers(server, prompts, 7), chain)
+    reports = re.findall(r"verify error: ([0-9.e+-]+) in (\d+) calls", server.output())
+    assert reports and int(reports[-1][1]) > 1000, server.output()[-3000:]
+    assert "disagree" not in server.output()
+
+
+def test_validate_mode_reports_a_wrong_kernel(serve: Serve, prompts: list[str], chain: Texts) -> None:
+    """One falsified element of each output is found inside the graph, and does not reach the text."""
+    environment = {"SGLANG_SM120_VERIFY": "validate", "SGLANG_SM120_VERIFY_FAULT": "1"}
+    server = serve("DDTREE", *GRAPH_FLAGS, environment=environment)
+    texts = answers(server, prompts[:16], 1)
+    assert sum(text == chain[index] for index, text in enumerate(texts)) >= 12
+    assert "disagree" in server.output() and "first_bad=(0, 0, 0, 0)" in server.output()
+
+
+def test_sampled_trees_run(serve: Serve, prompts: list[str]) -> None:
+    server = serve("DDTREE", *GRAPH_FLAGS, environment=KERNEL)
+    with ThreadPoolExecutor(6) as pool:
+        texts = list(pool.map(lambda prompt: generate(server, prompt, temperature=0.8, top_p=0.9), prompts[:24]))
+    assert all(len(text) == NEW_TOKENS for text in texts)
+
+
+def test_on_refuses_a_width_that_the_kernel_has_not(serve: Serve, demo_pair: ModelPair, tmp_path: Path) -> None:
+    """More requests than the kernel takes: the reason stands in the log and nothing is served."""
+    flags = [*GRAPH_FLAGS]
+    flags[flags.index("--max-running-requests") + 1] = "129"
+    with pytest.raises(ServerFailed, match="batch size: expected 1 to 128, got 129"):
+        serve("DDTREE", *flags, environment=KERNEL)

@@ -1,0 +1,362 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who serves verify attention, decided at start-up, and what a call passes on. The backend here is a stand-in."""
+
+from __future__ import annotations
+
+import re
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sglang.srt.sm120 import verify_route
+from sglang.srt.sm120.startup import StartupError
+from sglang.srt.sm120.verify_route import MODE_VARIABLE, Kernel, VerifyMode, VerifyRoute, serve_verify, verify_mode
+
+HEADS, WIDTH, MAX_BS = 8, 9, 4
+
+
+class SpecAlgorithm:
+    def __init__(self, speculative: bool = True) -> None:
+        self._speculative = speculative
+
+    def is_speculative(self) -> bool:
+        return self._speculative
+
+
+def runner(**changes: Any) -> SimpleNamespace:
+    config = SimpleNamespace(kv_lora_rank=512, qk_rope_head_dim=64)
+    fields = {
+        "spec_algorithm": SpecAlgorithm(),
+        "is_draft_worker": False,
+        "req_to_token_pool": SimpleNamespace(size=MAX_BS),
+        "model_config": config,
+        "model": torch.nn.Module(),
+        "dtype": torch.bfloat16,
+        "server_args": SimpleNamespace(
+            speculative_algorithm="DDTREE",
+            cuda_graph_config=SimpleNamespace(decode=SimpleNamespace(bs=[1, 2, 4])),
+        ),
+    }
+    return SimpleNamespace(**fields | changes)
+
+
+def backend(**changes: Any) -> SimpleNamespace:
+    fields = {
+        "skip_prefill": False,
+        "num_draft_tokens": WIDTH,
+        "use_mla": True,
+        "dcp_size": 1,
+        "_translate_kv_loc": None,
+        "num_head": HEADS,
+        "device": "cpu",
+        "token_to_kv_pool": SimpleNamespace(dtype=torch.bfloat16, get_key_buffer=lambda layer: torch.zeros(64, 1, 576)),
+        "use_sliding_window_kv_pool": False,
+        "verify_mask": None,
+    }
+    return SimpleNamespace(**fields | changes)
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Pretends that the machine has a card of the given compute capability, with the kernel's plan in place."""
+
+    def pretend(major: int, minor: int = 0) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (major, minor))
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "a card")
+        monkeypatch.setattr(verify_route, "_num_splits_and_bytes", lambda bs, width, heads: (16, bs * 1024))
+        kernels = SimpleNamespace(is_supported=is_supported)
+        monkeypatch.setitem(sys.modules, "sgl_kernel_sm120", kernels)
+
+    return pretend
+
+
+def is_supported(*, batch_size: int, kv_dtype: torch.dtype, **_: Any) -> str | None:
+    if kv_dtype != torch.bfloat16:
+        return f"kv_pool dtype: expected torch.bfloat16, got {kv_dtype}"
+    return None if batch_size <= 128 else f"batch size: expected 1 to 128, got {batch_size}"
+
+
+def attach(target: SimpleNamespace, model_runner: SimpleNamespace) -> VerifyRoute | None:
+    verify_route.attach_route(target, model_runner)
+    route: VerifyRoute | None = target.sm120_route
+    return route
+
+
+def test_modes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(MODE_VARIABLE, raising=False)
+    assert verify_mode() is VerifyMode.AUTO
+    for mode in VerifyMode:
+        monkeypatch.setenv(MODE_VARIABLE, mode.value)
+        assert verify_mode() is mode
+    monkeypatch.setenv(MODE_VARIABLE, "yes")
+    with pytest.raises(StartupError, match="SGLANG_SM120_VERIFY: expected one of auto, on, off, validate, got 'yes'"):
+        verify_mode()
+
+
+def test_auto_takes_the_kernel_on_sm120(card: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(MODE_VARIABLE, raising=False)
+    card(12)
+    route = attach(backend(), runner())
+    assert route is not None and route.kernel is not None and route.reason is None and route.reads_compact_mask
+    assert route.kernel.workspace.numel() == MAX_BS * 1024
+    assert route.kernel.compact_indptr.tolist() == [b * WIDTH * WIDTH for b in range(MAX_BS + 1)]
+
+
+def test_auto_leaves_other_cards_alone(card: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(MODE_VARIABLE, raising=False)
+    card(9)
+    route = attach(backend(), runner())
+    assert route is not None and route.kernel is None and "not of compute capability 12.x" in str(route.reason)
+
+
+@pytest.mark.parametrize(
+    "target, model_runner",
+    [
+        (backend(), runner(spec_algorithm=SpecAlgorithm(speculative=False))),
+        (backend(), runner(is_draft_worker=True)),
+        (backend(skip_prefill=True), runner()),
+    ],
+)
+def test_nothing_is_attached_where_nothing_is_verified(
+    card: Any, monkeypatch: pytest.MonkeyPatch, target: SimpleNamespace, model_runner: SimpleNamespace
+) -> None:
+    monkeypatch.setenv(MODE_VARIABLE, "on")
+    card(12)
+    assert attach(target, model_runner) is None
+
+
+UNSERVED = [
+    ({"use_mla": False}, {}, "not an MLA model"),
+    ({}, {"model_config": SimpleNamespace(kv_lora_rank=256, qk_rope_head_dim=32)}, "expects a latent of 512 . 64"),
+    ({"dcp_size": 2}, {}, "decode context parallelism"),
+    ({"_translate_kv_loc": abs}, {}, "unified memory pool"),
+    ({"token_to_kv_pool": SimpleNamespace(dtype=torch.float8_e4m3fn)}, {}, "kv_pool dtype: expected torch.bfloat16"),
+    ({}, {"req_to_token_pool": SimpleNamespace(size=129)}, "batch size: expected 1 to 128, got 129"),
+]
+
+
+@pytest.mark.parametrize("backend_changes, runner_changes, reason", UNSERVED)
+def test_auto_falls_back_with_the_reason(
+    card: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    backend_changes: dict[str, Any],
+    runner_changes: dict[str, Any],
+    reason: str,
+) -> None:
+    monkeypatch.setenv(MODE_VARIABLE, "auto")
+    card(12)
+    caplog.set_level("INFO")
+    route = attach(backend(**backend_changes), runner(**runner_changes))
+    assert route is not None and route.kernel is None
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith("Verify attention: SGLang's Triton kernel, because")
+    assert re.search(reason, line)
+
+
+@pytest.mark.parametrize("mode", ["on", "validate"])
+@pytest.mark.parametrize("backend_changes, runner_changes, reason", UNSERVED)
+def test_on_and_validate_refuse_to_start(
+    card: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    mode: str,
+    backend_changes: dict[str, Any],
+    runner_changes: dict[str, Any],
+    reason: str,
+) -> None:
+    monkeypatch.setenv(MODE_VARIABLE, mode)
+    card(9)
+    with pytest.raises(StartupError, match=f"SGLANG_SM120_VERIFY={mode}: .*{reason}"):
+        attach(backend(**backend_changes), runner(**runner_changes))
+
+
+def test_a_missing_library_is_named(card: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    card(12)
+    monkeypatch.setitem(sys.modules, "sgl_kernel_sm120", None)
+    monkeypatch.setenv(MODE_VARIABLE, "auto")
+    route = attach(backend(), runner())
+    assert route is not None and "pip install ./sgl-kernel-sm120" in str(route.reason)
+    monkeypatch.setenv(MODE_VARIABLE, "on")
+    with pytest.raises(StartupError, match="sgl_kernel_sm120 cannot be used"):
+        attach(backend(), runner())
+
+
+def test_scaled_kv_is_refused(card: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    card(12)
+    monkeypatch.setenv(MODE_VARIABLE, "on")
+    layers = [SimpleNamespace(k_scale=None, k_scale_float=None), SimpleNamespace(k_scale=1, k_scale_float=0.5)]
+    monkeypatch.setattr(verify_route, "_attention_layers", lambda _: layers)
+    with pytest.raises(StartupError, match="unscaled KV, the checkpoint has k_scale 0.5"):
+        attach(backend(), runner())
+
+
+def test_off_never_looks_at_the_kernel(card: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    card(12)
+    monkeypatch.setitem(sys.modules, "sgl_kernel_sm120", None)
+    monkeypatch.setenv(MODE_VARIABLE, "off")
+    route = attach(backend(), runner())
+    assert route is not None and route.kernel is None and route.reason == "SGLANG_SM120_VERIFY is off"
+
+
+class Calls:
+    """Stands for mla_tree_verify: keeps what it was given and writes ones."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.given: list[tuple[Any, ...]] = []
+        kernels = SimpleNamespace(mla_tree_verify=self)
+        monkeypatch.setitem(sys.modules, "sgl_kernel_sm120", kernels)
+
+    def __call__(self, *arguments: Any, scale: float, mask_is_full: bool) -> None:
+        self.given.append((*arguments, scale, mask_is_full))
+        arguments[8].fill_(1.0)
+
+
+def verify_batch(batch_size: int, mask: torch.Tensor | None) -> tuple[SimpleNamespace, SimpleNamespace]:
+    metadata = SimpleNamespace(
+        kv_indptr=torch.zeros(batch_size + 1, dtype=torch.int32),
+        kv_indices=torch.zeros(10, dtype=torch.int64),
+        qo_indptr=torch.arange(batch_size + 1) * WIDTH,
+        custom_mask=mask,
+        mask_indptr=torch.arange(batch_size + 1),
+        max_extend_len=WIDTH,
+    )
+    mode = SimpleNamespace(is_target_verify=lambda: True)
+    return metadata, SimpleNamespace(forward_mode=mode, out_cache_loc=torch.ones(batch_size * WIDTH, dtype=torch.int64))
+
+
+def layer(**changes: Any) -> SimpleNamespace:
+    fields = {
+        "layer_id": 3,
+        "tp_q_head_num": HEADS,
+        "qk_head_dim": 576,
+        "v_head_dim": 512,
+        "tp_k_head_num": 1,
+        "logit_cap": 0,
+        "scaling": 0.1,
+    }
+    return SimpleNamespace(**fields | changes)
+
+
+def kernel_backend(mask: torch.Tensor | None, batch_size: int = 2, **changes: Any) -> Any:
+    kernel = Kernel(torch.empty(16, dtype=torch.uint8), torch.arange(MAX_BS + 1) * WIDTH**2, MAX_BS, WIDTH)
+    metadata, batch = verify_batch(batch_size, mask)
+    return backend(sm120_route=VerifyRoute(kernel, None), forward_metadata=metadata, **changes), batch
+
+
+def call(target: Any, batch: Any, **changes: Any) -> tuple[bool, torch.Tensor]:
+    rows = batch.out_cache_loc.shape[0]
+    out = torch.zeros(rows, HEADS * 512)
+    qkv = torch.zeros(rows, HEADS, 576), torch.zeros(rows, 1, 576), torch.zeros(rows, 1, 512)
+    extras = {"sinks": changes.pop("sinks", None)}
+    return serve_verify(target, layer(**changes), batch, out, qkv, extras), out
+
+
+def test_prefill_is_none_of_its_business(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = Calls(monkeypatch)
+    target, batch = kernel_backend(None)
+    batch.forward_mode = SimpleNamespace(is_target_verify=lambda: False)
+    assert call(target, batch)[0] is False and not calls.given
+
+
+def test_a_chain_has_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = Calls(monkeypatch)
+    served, out = call(*kernel_backend(None))
+    assert served and (out == 1).all()
+    ((*_, mask, mask_indptr, _, _, scale, full),) = calls.given
+    assert mask is None and mask_indptr is None and scale == 0.1 and full is False
+
+
+def test_trees_of_ddtree_are_compact(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = Calls(monkeypatch)
+    target, batch = kernel_backend(None)
+    target.sm120_route.tree_mask = torch.ones(MAX_BS, WIDTH, WIDTH, dtype=torch.bool)
+    assert call(target, batch)[0]
+    ((*_, mask, mask_indptr, _, _, _, full),) = calls.given
+    assert mask.numel() == MAX_BS * WIDTH**2 and mask_indptr.tolist() == [0, 81, 162] and full is False
+
+
+@pytest.mark.parametrize("compact", [False, True])
+def test_a_mask_in_the_batch_keeps_its_layout(monkeypatch: pytest.MonkeyPatch, compact: bool) -> None:
+    """EAGLE writes its mask into the backend's buffer, in the layout that the buffer names."""
+    from sglang.srt.layers.attention.verify_mask import VerifyMask
+    from sglang.srt.speculative.eagle_utils import TreeMaskMode
+
+    calls = Calls(monkeypatch)
+    buffer = torch.zeros(400, dtype=torch.uint8)
+    mode = TreeMaskMode.QLEN_ONLY if compact else TreeMaskMode.FULL_MASK
+    target, batch = kernel_backend(buffer, verify_mask=VerifyMask(buffer, mode, MAX_BS))
+    assert call(target, batch)[0]
+    ((*_, mask, mask_indptr, _, _, _, full),) = calls.given
+    assert mask is buffer and full is not compact
+    assert mask_indptr.tolist() == ([0, 81, 162] if compact else [0, 1, 2])
+
+
+@pytest.mark.parametrize(
+    "changes, name",
+    [
+        ({"qk_head_dim": 192}, "qk_head_dim"),
+        ({"v_head_dim": 128}, "v_head_dim"),
+        ({"tp_k_head_num": 8}, "tp_k_head_num"),
+        ({"logit_cap": 30.0}, "logit_cap"),
+        ({"sinks": torch.zeros(8)}, "sinks"),
+    ],
+)
+def test_a_layer_of_another_kind_is_named(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], name: str) -> None:
+    calls = Calls(monkeypatch)
+    with pytest.raises(StartupError, match=f"layer 3: .*{name}.*SGLANG_SM120_VERIFY=off"):
+        call(*kernel_backend(None), **changes)
+    assert not calls.given
+
+
+def test_triton_gets_the_tree_from_its_own_buffer() -> None:
+    """SGLang captures the DFLASH family without a mask, which would drop the tree without a word."""
+    buffer = SimpleNamespace(buffer=torch.zeros(4))
+    target, batch = kernel_backend(None, verify_mask=buffer)
+    target.sm120_route = VerifyRoute(None, "a reason", tree_mask=torch.ones(1))
+    assert call(target, batch)[0] is False
+    assert target.forward_metadata.custom_mask is buffer.buffer
+    given = torch.ones(3)
+    target.forward_metadata.custom_mask = given
+    assert call(target, batch)[0] is False and target.forward_metadata.custom_mask is given
+
+
+def test_triton_without_trees_is_left_alone() -> None:
+    target, batch = kernel_backend(None, verify_mask=SimpleNamespace(buffer=torch.zeros(4)))
+    target.sm120_route = VerifyRoute(None, "a reason")
+    assert call(target, batch)[0] is False and target.forward_metadata.custom_mask is None
+
+
+@pytest.mark.parametrize(
+    "algorithm, served, rows",
+    [("DDTREE", True, 5), ("DDTREE", False, 5), ("DFLASH", True, 5), ("DFLASH", False, 36), ("EAGLE", False, 36)],
+)
+def test_graph_state_is_sized_by_requests_where_only_verify_runs(
+    monkeypatch: pytest.MonkeyPatch, algorithm: str, served: bool, rows: int
+) -> None:
+    monkeypatch.setattr(verify_route, "_algorithm_name", lambda: algorithm)
+    target, _ = kernel_backend(None)
+    if not served:
+        target.sm120_route = VerifyRoute(None, "a reason")
+    assert verify_route.graph_rows(target, 4, 36) == rows
+    assert verify_route.graph_rows(target, 4, 3) == 3
+    target.use_sliding_window_kv_pool = True
+    assert verify_route.graph_rows(target, 4, 36) == 36
+
+
+@pytest.mark.parametrize("algorithm, numel", [("DDTREE", 4 * 81), ("EAGLE", 4 * 81), ("NGRAM", 4 * 9 * 1009)])
+def test_the_mask_buffer_shrinks_to_the_tree(monkeypatch: pytest.MonkeyPatch, algorithm: str, numel: int) -> None:
+    from sglang.srt.layers.attention.verify_mask import VerifyMask
+    from sglang.srt.speculative.eagle_utils import TreeMaskMode
+
+    monkeypatch.setattr(verify_route, "_algorithm_name", lambda: algorithm)
+    target, _ = kernel_backend(None)
+    full = VerifyMask(torch.zeros(4 * 9 * 1009, dtype=torch.uint8), TreeMaskMode.FULL_MASK, 4)
+    mask = verify_route.graph_mask(target, full)
+    assert mask is not None and mask.buffer.numel() == numel and mask.max_bs == 4
+    target.sm120_route = VerifyRoute(None, "a reason")
+    assert verify_route.graph_mask(target, full) is full
+    assert verify_route.graph_mask(target, None) is None
