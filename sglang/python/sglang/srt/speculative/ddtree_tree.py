@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Best-first draft trees from per-depth marginals, as tensor operations alone.
+"""Best-first draft trees from per-depth marginals, as tensor operations; on CUDA one kernel does the selection.
 
 One DFlash pass gives, for each depth, log-probabilities that do not depend on the path. A node's score is the sum of
 log-probabilities along its path, and the tree holds the best `budget` nodes under the root (DDTree, arXiv 2604.12989),
@@ -113,6 +113,11 @@ def build_tree(
     bs = log_probs.shape[0]
     budget = buffers.budget
     usable = log_probs.float().nan_to_num(nan=-math.inf, posinf=0.0, neginf=-math.inf).clamp_(max=0.0).cummin(-1).values
+    if usable.is_cuda:
+        from sglang.srt.speculative.ddtree_tree_kernel import build_tree_on_device
+
+        build_tree_on_device(usable, token_ids.contiguous(), root_ids, committed, buffers)
+        return
     tokens, parents, depths, valid = _select_nodes(usable, token_ids, budget)
 
     buffers.token_ids[:bs, 0] = root_ids

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tree kernel gives bit for bit what the tensor operations give: in Triton's interpreter here, on a GPU as built."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "sglang/python/sglang/srt/speculative"), str(Path(__file__).parent)]
+
+from ddtree_tree import TreeBuffers, build_tree
+from test_tree import marginals
+
+FIELDS = ("token_ids", "positions", "parents", "depths", "num_nodes", "next_child", "next_sibling", "mask")
+# Budget, depth, ranks, rows beyond the tree. 64 nodes use every ancestor bit; a depth above the budget cuts the spine.
+SHAPES = [(1, 1, 1, 0), (1, 7, 3, 3), (7, 7, 7, 0), (16, 7, 16, 0), (16, 7, 2, 5), (33, 15, 33, 2), (64, 7, 64, 0), (5, 15, 9, 4)]
+KINDS = ["smooth", "ties", "flat", "peaked", "nan", "-inf"]
+
+
+def prepared(kind: str, shape: tuple[int, int, int, int], seed: int, bs: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
+    """Marginals as build_tree hands them on: no NaN, nothing above 0, descending."""
+    _, depth, ranks, _ = shape
+    log_probs, token_ids = marginals(bs, depth, ranks, kind, seed)
+    usable = log_probs.nan_to_num(nan=-torch.inf, neginf=-torch.inf).clamp(max=0.0).cummin(-1).values
+    return usable.contiguous(), token_ids.contiguous()
+
+
+def poisoned(bs: int, shape: tuple[int, int, int, int], device: str) -> TreeBuffers:
+    budget, depth, _, extra = shape
+    buffers = TreeBuffers.allocate(bs, budget, depth, device, width=budget + 1 + extra)
+    for name in FIELDS:
+        getattr(buffers, name).fill_(True if name == "mask" else 12345)
+    return buffers
+
+
+def check(kernel: ModuleType, shape: tuple[int, int, int, int], kind: str, seed: int, device: str) -> None:
+    log_probs, token_ids = prepared(kind, shape, seed)
+    bs = len(log_probs)
+    roots = torch.arange(2 * bs).view(bs, 2)  # columns of a block are strided
+    committed = torch.arange(bs) * 10 + 40
+    built = poisoned(bs, shape, device)
+    arguments = (log_probs, token_ids, roots[:, 1], committed)
+    kernel.build_tree_on_device(*(tensor.to(device) for tensor in arguments), built)
+    budget, depth, _, extra = shape
+    expected = TreeBuffers.allocate(bs, budget, depth, "cpu", width=budget + 1 + extra)
+    build_tree(*arguments, expected)
+    for name in FIELDS:
+        assert torch.equal(getattr(built, name).cpu(), getattr(expected, name)), name
+
+
+def test_interpreted() -> None:
+    """In a process of its own, because the interpreter replaces Triton's language for good."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    subprocess.run([sys.executable, __file__], env=environment, check=True, timeout=600)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_on_the_device(shape: tuple[int, int, int, int], kind: str) -> None:
+    from sglang.srt.speculative import ddtree_tree_kernel
+
+    for seed in range(20):
+        check(ddtree_tree_kernel, shape, kind, seed, device="cuda")
+
+
+if __name__ == "__main__":
+    interpreted = importlib.import_module("ddtree_tree_kernel")
+    for shape in SHAPES:
+        for kind in KINDS:
+            check(interpreted, shape, kind, seed=len(kind), device="cpu")
+    log_probs, token_ids = torch.zeros(1, 1, 65), torch.zeros(1, 1, 65, dtype=torch.int64)
+    with pytest.raises(ValueError, match="expected a budget of at most 64, got 65"):
+        interpreted.build_tree_on_device(
+            log_probs, token_ids, token_ids[:, 0, 0], token_ids[:, 0, 0], TreeBuffers.allocate(1, 65, 1, "cpu")
+        )
