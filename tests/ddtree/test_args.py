@@ -40,21 +40,26 @@ def edited_config(folder: Path, destination: Path, **changes: Any) -> Path:
 @pytest.mark.parametrize("budget", [1, 6, 7, 16, 64])
 def test_widths_follow_from_the_budget(demo_pair: ModelPair, budget: int) -> None:
     args = resolve(demo_pair, "--speculative-ddtree-budget", str(budget))
-    assert args.speculative_ddtree_budget == budget
+    assert args.speculative_ddtree_budget == str(budget) and ddtree_args.budgets_of(args) == (budget,)
     assert args.speculative_dflash_block_size == BLOCK_SIZE
     assert args.speculative_num_draft_tokens == max(budget + 1, BLOCK_SIZE)
 
 
 def test_default_budget_is_the_one_in_the_help(demo_pair: ModelPair, capsys: pytest.CaptureFixture[str]) -> None:
-    assert resolve(demo_pair).speculative_ddtree_budget == ddtree_args.DEFAULT_BUDGET
+    assert ddtree_args.budgets_of(resolve(demo_pair)) == (ddtree_args.DEFAULT_BUDGET,)
     with pytest.raises(SystemExit):
         prepare_server_args(["--help"])
     help_text = " ".join(capsys.readouterr().out.split())
-    limits = f"{ddtree_args.MIN_BUDGET} to {ddtree_args.MAX_BUDGET}. Default {ddtree_args.DEFAULT_BUDGET}."
+    limits = f"{ddtree_args.MIN_BUDGET} to {ddtree_args.MAX_BUDGET} or auto. Default {ddtree_args.DEFAULT_BUDGET}."
     assert f"Nodes of the draft tree under the root, {limits}" in help_text
 
 
-@pytest.mark.parametrize("budget", ["0", "65", "-1"])
+def test_auto_needs_something_to_measure(demo_pair: ModelPair) -> None:
+    with pytest.raises(StartupError, match="auto measures the cost of a step on decode CUDA graphs"):
+        resolve(demo_pair, "--speculative-ddtree-budget", "auto")
+
+
+@pytest.mark.parametrize("budget", ["0", "65", "-1", "many", "1.5", "\u0664"])
 def test_budget_out_of_range(demo_pair: ModelPair, budget: str) -> None:
     with pytest.raises(StartupError, match=f"--speculative-ddtree-budget: expected 1 to 64 .*, got {budget}"):
         resolve(demo_pair, "--speculative-ddtree-budget", budget)

@@ -19,9 +19,18 @@ sys.path[:0] = [str(ROOT / "sglang/python/sglang/srt/speculative"), str(Path(__f
 from ddtree_tree import TreeBuffers, build_tree
 from test_tree import marginals
 
-FIELDS = ("token_ids", "positions", "parents", "depths", "num_nodes", "next_child", "next_sibling", "mask")
+FIELDS = ("token_ids", "positions", "parents", "depths", "num_nodes", "next_child", "next_sibling", "scores", "mask")
 # Budget, depth, ranks, rows beyond the tree. 64 nodes use every ancestor bit; a depth above the budget cuts the spine.
-SHAPES = [(1, 1, 1, 0), (1, 7, 3, 3), (7, 7, 7, 0), (16, 7, 16, 0), (16, 7, 2, 5), (33, 15, 33, 2), (64, 7, 64, 0), (5, 15, 9, 4)]
+SHAPES = [
+    (1, 1, 1, 0),
+    (1, 7, 3, 3),
+    (7, 7, 7, 0),
+    (16, 7, 16, 0),
+    (16, 7, 2, 5),
+    (33, 15, 33, 2),
+    (64, 7, 64, 0),
+    (5, 15, 9, 4),
+]
 KINDS = ["smooth", "ties", "flat", "peaked", "nan", "-inf"]
 
 

@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
+import shutil
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -129,6 +132,47 @@ def test_sampled_trees_run(serve: Serve, prompts: list[str]) -> None:
     with ThreadPoolExecutor(6) as pool:
         texts = list(pool.map(lambda prompt: generate(server, prompt, temperature=0.8, top_p=0.9), prompts[:24]))
     assert all(len(text) == NEW_TOKENS for text in texts)
+
+
+def test_a_step_never_waits_for_the_device(serve: Serve, prompts: list[str], tmp_path: Path) -> None:
+    """From the host's trace of decode steps: results are copied to pinned memory and awaited by their event alone."""
+    server = serve("DDTREE", *GRAPH_FLAGS, environment=KERNEL)
+    with ThreadPoolExecutor(3) as pool:
+        running = [pool.submit(generate, server, prompt, max_new_tokens=1200) for prompt in prompts[:3]]
+        body = {"output_dir": str(tmp_path), "num_steps": 12, "activities": ["CPU", "GPU"]}
+        requests.post(f"{server.url}/start_profile", json=body, timeout=120)
+        assert all(len(task.result()) == 1200 for task in running)
+    (path,) = tmp_path.rglob("*.trace.json.gz")
+    with gzip.open(path) as file:
+        events = json.load(file)["traceEvents"]
+    names = Counter(
+        event["name"] for event in events if event.get("cat") in ("cuda_runtime", "cuda_driver", "gpu_memcpy")
+    )
+    assert names["cudaGraphLaunch"] >= 20, names
+    waits = {name: count for name, count in names.items() if "StreamSynchronize" in name or "DeviceSynchronize" in name}
+    # The profiler itself waits for the device when it stops.
+    assert sum(waits.values()) <= 2, waits
+    assert not [name for name in names if "Pageable" in name and "DtoH" in name], names
+
+
+def test_eagle_trees_are_verified_by_the_kernel(
+    serve: Serve, demo_pair: ModelPair, prompts: list[str], tmp_path: Path
+) -> None:
+    """EAGLE carries its mask in the batch. A drafter with random weights accepts little and still makes trees."""
+    draft = tmp_path / "nextn"
+    shutil.copytree(demo_pair.target, draft)
+    config = json.loads((draft / "config.json").read_text())
+    (draft / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    flags = (
+        *("--speculative-algorithm", "EAGLE", "--speculative-draft-model-path", str(draft)),
+        *("--speculative-draft-load-format", "dummy", "--speculative-num-steps", "3"),
+        *("--speculative-eagle-topk", "4", "--speculative-num-draft-tokens", "8"),
+    )
+    server = serve(None, *flags, *GRAPH_FLAGS, environment={"SGLANG_SM120_VERIFY": "validate"})
+    answers(server, prompts[:40], 5)
+    reports = re.findall(r"verify error: ([0-9.e+-]+) in (\d+) calls", server.output())
+    assert reports and int(reports[-1][1]) > 500, server.output()[-3000:]
+    assert "disagree" not in server.output()
 
 
 def test_on_refuses_a_width_that_the_kernel_has_not(serve: Serve, demo_pair: ModelPair, tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ def test_a_graph_accumulates_without_the_host() -> None:
     try:
         for _ in range(10):
             graph.replay()
-        got[5, 1, 8] = 100.0
+        got[5, 1].fill_(100.0)
         graph.replay()
         assert comparison.poll() == ""
     finally:
@@ -107,4 +107,5 @@ def test_a_graph_accumulates_without_the_host() -> None:
     torch.cuda.synchronize()
     assert comparison.poll().startswith("verify error: ")
     report = comparison.read()
-    assert (report.calls, report.bad_rows, report.first_bad) == (12, 1, (3, 5, 1, 8))
+    assert (report.calls, report.bad_rows) == (12, 1)
+    assert report.first_bad is not None and report.first_bad[:3] == (3, 5, 1)

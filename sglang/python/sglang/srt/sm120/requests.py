@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.speculative.ddtree_algorithm import is_ddtree
+from sglang.srt.speculative.ddtree_args import budgets_of
+from sglang.srt.speculative.ddtree_budget import REQUEST_PARAMETER
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -42,6 +44,7 @@ def check_request(obj: Any, input_ids: Sequence[int] | None, server_args: Server
     if not isinstance(options, Mapping):
         return
     _check_values(options)
+    _check_budget(options, server_args)
     if is_ddtree(server_args.speculative_algorithm):
         reason = tree_refusal(obj.return_logprob, obj.return_hidden_states, options)
         if reason is not None:
@@ -61,6 +64,18 @@ def _check_values(options: Mapping[str, Any]) -> None:
     for token, value in bias.items() if isinstance(bias, Mapping) else ():
         if not _is_number(value) or not abs(value) <= MAX_FLOAT32:
             raise ValueError(f"logit_bias: expected a finite float32 for token {token}, got {value!r}")
+
+
+def _check_budget(options: Mapping[str, Any], server_args: ServerArgs) -> None:
+    """A request may lower the tree's budget: ``custom_params: {"ddtree_budget": n}``."""
+    custom = options.get("custom_params")
+    if not isinstance(custom, Mapping) or (budget := custom.get(REQUEST_PARAMETER)) is None:
+        return
+    if not is_ddtree(server_args.speculative_algorithm):
+        raise ValueError(f"custom_params.{REQUEST_PARAMETER}: only with --speculative-algorithm DDTREE; drop it")
+    largest = budgets_of(server_args)[-1]
+    if isinstance(budget, bool) or not isinstance(budget, int) or not 1 <= budget <= largest:
+        raise ValueError(f"custom_params.{REQUEST_PARAMETER}: expected an integer from 1 to {largest}, got {budget!r}")
 
 
 def _is_number(value: object) -> bool:

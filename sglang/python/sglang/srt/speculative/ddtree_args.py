@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.sm120.startup import StartupError
 from sglang.srt.speculative.ddtree_algorithm import is_ddtree
+from sglang.srt.speculative.ddtree_budget import AUTO, auto_budgets
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -36,18 +37,25 @@ def verify_width(budget: int, block_size: int) -> int:
 def resolve_server_args(server_args: ServerArgs) -> None:
     """Validate a DDTREE configuration and set the widths in place.
 
-    Afterwards ``speculative_dflash_block_size`` is the drafter's block, ``speculative_num_draft_tokens`` the verify
-    width and ``speculative_ddtree_budget`` the budget. Called once, from ``ServerArgs.__post_init__``.
+    Afterwards ``speculative_dflash_block_size`` is the drafter's block, ``speculative_num_draft_tokens`` the (largest)
+    verify width and ``speculative_ddtree_budget`` the budget as text, a number or auto. Called once, from
+    ``ServerArgs.__post_init__``.
 
     Raises:
         StartupError: for an option, a model pair or a device that cannot be served.
     """
     from sglang.srt.arg_groups import speculative_hook
 
-    budget = _resolve_budget(server_args.speculative_ddtree_budget)
+    asked = _parse_budget(server_args.speculative_ddtree_budget)
     _refuse_unsupported_options(server_args)
     drafter = _load_drafter_config(server_args)
     block_size = _check_pair(server_args, drafter)
+    budgets = auto_budgets(block_size) if asked == AUTO else (int(asked),)
+    if asked == AUTO and not _decode_graphs_on(server_args):
+        raise StartupError(
+            "--speculative-ddtree-budget: auto measures the cost of a step on decode CUDA graphs, which are off; give a number"
+        )
+    budget = budgets[-1]
     width = verify_width(budget, block_size)
     for flag, value, expected in (
         ("--speculative-num-draft-tokens", server_args.speculative_num_draft_tokens, width),
@@ -62,14 +70,31 @@ def resolve_server_args(server_args: ServerArgs) -> None:
     server_args.speculative_dflash_block_size = block_size
     speculative_hook._handle_dflash(server_args)
     server_args.speculative_num_draft_tokens = width
-    server_args.speculative_ddtree_budget = budget
+    server_args.speculative_ddtree_budget = str(asked)
     if budget < block_size - 1:
         logger.warning(
             "DDTREE: budget %d cuts the most likely chain of %d tokens, so a step may accept less than DFLASH does.",
             budget,
             block_size - 1,
         )
-    logger.info("DDTREE: budget %d nodes under the root, verify width %d, drafter block %d.", budget, width, block_size)
+    logger.info(
+        "DDTREE: budget %s nodes under the root, verify width %d, drafter block %d.",
+        "/".join(map(str, budgets)),
+        width,
+        block_size,
+    )
+
+
+def budgets_of(server_args: ServerArgs) -> tuple[int, ...]:
+    """The budgets of a resolved configuration, ascending: one, or those that auto chooses from."""
+    asked = server_args.speculative_ddtree_budget
+    return auto_budgets(int(server_args.speculative_dflash_block_size)) if asked == AUTO else (int(asked),)
+
+
+def _decode_graphs_on(server_args: ServerArgs) -> bool:
+    from sglang.srt.model_executor.cuda_graph_config import Backend
+
+    return bool(server_args.device == "cuda" and server_args.cuda_graph_config.decode.backend != Backend.DISABLED)
 
 
 def check_early(server_args: ServerArgs) -> None:
@@ -87,14 +112,22 @@ def check_early(server_args: ServerArgs) -> None:
         )
 
 
-def _resolve_budget(budget: int | None) -> int:
+def _parse_budget(budget: int | str | None) -> int | str:
+    """A number of nodes, or auto. The command line gives text, Python may give a number."""
     if budget is None:
         return DEFAULT_BUDGET
-    if isinstance(budget, bool) or not isinstance(budget, int) or not MIN_BUDGET <= budget <= MAX_BUDGET:
+    text = str(budget).strip()
+    if text == AUTO:
+        return AUTO
+    if (
+        isinstance(budget, bool)
+        or not (text.isascii() and text.isdecimal())
+        or not MIN_BUDGET <= int(text) <= MAX_BUDGET
+    ):
         raise StartupError(
-            f"--speculative-ddtree-budget: expected {MIN_BUDGET} to {MAX_BUDGET} nodes under the root, got {budget}"
+            f"--speculative-ddtree-budget: expected {MIN_BUDGET} to {MAX_BUDGET} nodes under the root or auto, got {budget}"
         )
-    return budget
+    return int(text)
 
 
 def _refuse_unsupported_options(server_args: ServerArgs) -> None:

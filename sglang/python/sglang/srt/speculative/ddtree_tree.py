@@ -30,6 +30,7 @@ class TreeBuffers:
     num_nodes     int64 [max_bs]       rows in use, the root included
     next_child    int64 [max_bs, T]    row of the most likely child; -1 when there is none
     next_sibling  int64 [max_bs, T]    row of the next child of the same parent; -1 when there is none
+    scores        fp32  [max_bs, T]    log-probability of the row's path under the drafter; 0 for the root, -inf for padding
     mask          bool  [max_bs, T, T] mask[b, i, j]: row i sees row j (itself and its ancestors)
     rows          int64 [T]            0 .. T - 1, constant
     budget        most nodes under the root
@@ -43,6 +44,7 @@ class TreeBuffers:
     num_nodes: torch.Tensor
     next_child: torch.Tensor
     next_sibling: torch.Tensor
+    scores: torch.Tensor
     mask: torch.Tensor
     rows: torch.Tensor
     budget: int
@@ -76,6 +78,7 @@ class TreeBuffers:
             num_nodes=torch.ones(max_bs, dtype=torch.int64, device=device),
             next_child=full(-1),
             next_sibling=full(-1),
+            scores=torch.full(shape, -math.inf, device=device).index_fill_(1, torch.tensor([0], device=device), 0.0),
             mask=torch.eye(width, dtype=torch.bool, device=device).repeat(max_bs, 1, 1),
             rows=torch.arange(width, device=device),
             budget=budget,
@@ -90,6 +93,22 @@ class TreeBuffers:
     def width(self) -> int:
         """Rows per request, T."""
         return self.token_ids.shape[1]
+
+    def copy_prefix_from(self, larger: TreeBuffers, bs: int) -> None:
+        """Take the first T rows of larger trees, which are the best-first trees of this budget, for `bs` requests.
+
+        Only what verification reads is copied: tokens, positions, parents and masks. The spine must fit.
+        """
+        width = self.width
+        self.token_ids[:bs].copy_(larger.token_ids[:bs, :width])
+        self.positions[:bs].copy_(larger.positions[:bs, :width])
+        self.parents[:bs].copy_(larger.parents[:bs, :width])
+        self.mask[:bs].copy_(larger.mask[:bs, :width, :width])
+
+    def cut(self, limits: torch.Tensor) -> None:
+        """Make the nodes of each request beyond its own budget unreachable; limits int64 [bs]."""
+        bs = limits.shape[0]
+        self.parents[:bs].masked_fill_(self.rows > limits[:, None], -1)
 
 
 def build_tree(
@@ -118,13 +137,14 @@ def build_tree(
 
         build_tree_on_device(usable, token_ids.contiguous(), root_ids, committed, buffers)
         return
-    tokens, parents, depths, valid = _select_nodes(usable, token_ids, budget)
+    tokens, parents, depths, scores, valid = _select_nodes(usable, token_ids, budget)
 
     buffers.token_ids[:bs, 0] = root_ids
     nodes = slice(1, budget + 1)
     buffers.token_ids[:bs, nodes] = tokens.masked_fill(~valid, 0)
     buffers.parents[:bs, nodes] = parents.masked_fill(~valid, -1)
     buffers.depths[:bs, nodes] = depths.masked_fill(~valid, 0)
+    buffers.scores[:bs, nodes] = scores.masked_fill(~valid, -math.inf)
     torch.add(buffers.depths[:bs], committed[:, None], out=buffers.positions[:bs])
     torch.add(valid.sum(1), 1, out=buffers.num_nodes[:bs])
     _write_links(buffers, bs)
@@ -157,8 +177,8 @@ def _check_shapes(
 
 def _select_nodes(
     log_probs: torch.Tensor, token_ids: torch.Tensor, budget: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Tokens, parent rows, depths and validity of the nodes in row order, each [bs, budget].
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tokens, parent rows, depths, path scores and validity of the nodes in row order, each [bs, budget].
 
     The spine takes min(L, budget) nodes, so at most budget - that many others are left for any one depth. A beam of
     this width plus the spine therefore keeps every node that can be chosen, and as a rank needs all ranks before it
@@ -170,9 +190,10 @@ def _select_nodes(
     num_ranks = min(max_rank, beam)
 
     scores = log_probs.new_zeros((bs, 1))
-    keys, origins = [], []
+    paths, keys, origins = [], [], []
     for depth in range(num_depths):
         scores, key, origin = _extend_beam(scores, log_probs[:, depth, :num_ranks], beam)
+        paths.append(scores)
         keys.append(key)
         origins.append(origin)
 
@@ -190,7 +211,7 @@ def _select_nodes(
     row_of.scatter_(1, chosen + beam, torch.arange(1, budget + 1, device=chosen.device).expand(bs, -1))
     parents = row_of.gather(1, level * beam + parent_in_beam)
     tokens = token_ids.flatten(1).gather(1, level * max_rank + rank)
-    return tokens, parents, level + 1, valid
+    return tokens, parents, level + 1, torch.cat(paths, 1).gather(1, chosen), valid
 
 
 def _extend_beam(

@@ -39,7 +39,7 @@ def build_tree_on_device(
     _build_tree[(batch_size,)](
         log_probs, token_ids, root_ids, root_ids.stride(0), committed, committed.stride(0),
         buffers.token_ids, buffers.positions, buffers.parents, buffers.depths, buffers.num_nodes,
-        buffers.next_child, buffers.next_sibling, buffers.mask,
+        buffers.next_child, buffers.next_sibling, buffers.scores, buffers.mask,
         depths, ranks, buffers.budget, buffers.width,
         ROWS=triton.next_power_of_2(buffers.width), FRONTIER=triton.next_power_of_2(buffers.budget),
         num_warps=1,
@@ -62,7 +62,7 @@ def _log_prob(log_probs, depth, rank, num_depths, num_ranks):  # type: ignore[no
 @triton.jit
 def _build_tree(  # type: ignore[no-untyped-def]
     log_probs, token_ids, root_ids, root_stride, committed, committed_stride,
-    out_tokens, out_positions, out_parents, out_depths, out_num_nodes, out_child, out_sibling, out_mask,
+    out_tokens, out_positions, out_parents, out_depths, out_num_nodes, out_child, out_sibling, out_scores, out_mask,
     num_depths, num_ranks, budget, width,
     ROWS: tl.constexpr, FRONTIER: tl.constexpr,
 ):  # fmt: skip
@@ -91,9 +91,11 @@ def _build_tree(  # type: ignore[no-untyped-def]
     first = tl.load(log_probs + slot * num_ranks, mask=is_open, other=0.0)
     base = tl.zeros([FRONTIER], tl.float32)
     path = 0.0
-    for level in range(0, spine):
+    row_score = tl.where(row == 0, 0.0, float("-inf"))
+    for level in range(spine):
         base = tl.where(slot == level, path, base)
         path += _at(first, level, slot)
+        row_score = tl.where(row == level + 1, path, row_score)
     second = tl.load(log_probs + slot * num_ranks + 1, mask=is_open & (num_ranks > 1), other=float("-inf"))
     score = tl.where(is_open, base + second, float("-inf"))
 
@@ -115,6 +117,7 @@ def _build_tree(  # type: ignore[no-untyped-def]
             parent = tl.where(new, node_parent, parent)
             depth = tl.where(new, node_depth, depth)
             rank = tl.where(new, node_rank, rank)
+            row_score = tl.where(new, best, row_score)
             line = _at(ancestors, node_parent, row) | (tl.full([], 1, tl.int64) << node_parent.to(tl.int64))
             ancestors = tl.where(new, line, ancestors)
             elder = _at(youngest, node_parent, row)
@@ -149,9 +152,10 @@ def _build_tree(  # type: ignore[no-untyped-def]
     tl.store(out_depths + here, depth.to(tl.int64), mask=in_width)
     tl.store(out_child + here, child.to(tl.int64), mask=in_width)
     tl.store(out_sibling + here, sibling.to(tl.int64), mask=in_width)
+    tl.store(out_scores + here, row_score, mask=in_width)
     tl.store(out_num_nodes + request, num_rows.to(tl.int64))
     tile = out_mask + request * width * width + row * width
-    for column in range(0, width):
+    for column in range(width):
         # Row 64 has no bit: at a budget of 64 it is the last row, and nobody's ancestor.
         seen = ((ancestors >> tl.minimum(column, 63)) & 1) != 0
         visible = (row == column) | (seen & (column < 64))

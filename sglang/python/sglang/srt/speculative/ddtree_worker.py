@@ -16,12 +16,13 @@ from sglang.srt.distributed import get_tp_group
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 from sglang.srt.runtime_context import get_observability
+from sglang.srt.speculative.ddtree_args import budgets_of
 from sglang.srt.speculative.ddtree_commit import move_accepted_rows
 from sglang.srt.speculative.ddtree_draft import TreeDrafter
 from sglang.srt.speculative.ddtree_info import DDTreeVerifyInput, expand_tree_mask, fill_tree_columns
+from sglang.srt.speculative.ddtree_ladder import Ladder, Rung
 from sglang.srt.speculative.ddtree_metrics import TreeMetrics, max_depth
 from sglang.srt.speculative.ddtree_simulate import simulate_acceptance, simulation_requested
-from sglang.srt.speculative.ddtree_tree import TreeBuffers
 from sglang.srt.speculative.ddtree_walk import (
     SamplingRows,
     WalkBuffers,
@@ -43,64 +44,62 @@ if TYPE_CHECKING:
     from sglang.srt.managers.tp_worker import TpModelWorker
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.server_args import ServerArgs
-    from sglang.srt.sm120.verify_route import VerifyRoute
 
 
 class DDTreeWorker(DFlashWorkerV2):
     """Verifies a draft tree per request in one target pass (spec v2, with or without overlap).
 
-    T is the verify width, D the drafter's block size: a run has at most D tokens, the bonus included.
+    T is the verify width of the active rung, D the drafter's block size: a run has at most D tokens, the bonus included.
     """
 
     def __init__(
         self, server_args: ServerArgs, gpu_id: int, ps: ParallelState, nccl_port: int, target_worker: TpModelWorker
     ) -> None:
-        self.budget = int(server_args.speculative_ddtree_budget)
-        self.verify_width = int(server_args.speculative_num_draft_tokens)
+        self._budgets = budgets_of(server_args)
+        widest = int(server_args.speculative_num_draft_tokens)
         # These are the drafter's own arguments: everything the base class sizes by this field has the block's width.
         block_size = int(server_args.speculative_dflash_block_size)
         server_args.override("ddtree.draft_width", speculative_num_draft_tokens=block_size)
         super().__init__(
             server_args=server_args, gpu_id=gpu_id, ps=ps, nccl_port=nccl_port, target_worker=target_worker
         )
-        self.speculative_num_draft_tokens = self.verify_width  # the gauge of that name reads it here
-        self._tree_drafter = TreeDrafter(self.model_runner.model.lm_head, get_tp_group(), block_size, self.budget)
+        self.speculative_num_draft_tokens = widest  # the gauge of that name reads it here
+        self._tree_drafter = TreeDrafter(self.model_runner.model.lm_head, get_tp_group(), block_size, self._budgets[-1])
         self._metrics: TreeMetrics | None = None
         if get_observability().enable_metrics and ps.tp_rank == 0:
-            depth = max_depth(self.budget, block_size)
-            self._metrics = TreeMetrics(server_args.served_model_name, self.budget, depth)
+            self._metrics = TreeMetrics(server_args.served_model_name, max_depth(self._budgets[-1], block_size))
 
     def init_attention_backends(self) -> None:
         """Also allocate the static buffers: the pools exist and nothing is captured yet."""
         super().init_attention_backends()
         max_requests = int(self.model_runner.req_to_token_pool.size)
-        depth = self.block_size - 1
-        self._tree = TreeBuffers.allocate(max_requests, self.budget, depth, self.device, width=self.verify_width)
+        self._ladder = Ladder(self.model_runner, self._budgets, self.block_size, get_tp_group())
         # The scheduler copies a step's results while the next step runs, so two sets take turns.
-        self._walks = [WalkBuffers.allocate(max_requests, depth, self.device) for _ in range(2)]
-        self._captured_walk = WalkBuffers.allocate(max_requests, depth, self.device)
-        route = self._verify_route()
-        if route is not None:
-            route.tree_mask = self._tree.mask
+        self._walks = [WalkBuffers.allocate(max_requests, self.block_size - 1, self.device) for _ in range(2)]
         self.model_runner.capture_tail_hooks.append(self._walk_in_graph)
         self.draft_model_runner.capture_tail_hooks.append(self._build_in_graph)
 
+    def init_cuda_graphs(self) -> None:
+        """Capture the drafter, whose graphs build the trees, and under auto the target at the other widths."""
+        super().init_cuda_graphs()
+        if len(self._budgets) > 1:
+            self._ladder.capture_smaller()
+            self._ladder.measure(self.draft_model_runner.decode_cuda_graph_runner)
+
     def _maybe_build_draft_sampler(self) -> None:
         """No sampler for the chain in the draft graph: the tree is built there."""
-
-    def _verify_route(self) -> VerifyRoute | None:
-        return getattr(self.model_runner.attn_backend, "sm120_route", None)
 
     def _build_in_graph(self, runner: Any, output: Any, forward_batch: ForwardBatch, num_tokens: int) -> None:
         """The tail of the captured draft pass. With a draft window ``seq_lens`` are local, so positions tell lengths."""
         roots = forward_batch.input_ids.view(-1, self.block_size)[:, 0]
         committed = forward_batch.positions.view(-1, self.block_size)[:, 0]
-        self._tree_drafter.build(output.hidden_states, roots, committed, self._tree)
+        self._tree_drafter.build(output.hidden_states, roots, committed, self._ladder.largest.tree)
 
     def _walk_in_graph(self, runner: Any, output: Any, forward_batch: ForwardBatch, num_tokens: int) -> None:
         """The tail of the captured verify pass: the greedy walk, for batches whose logits nothing adjusts."""
-        draws = output.next_token_logits.argmax(-1).view(-1, self.verify_width)
-        walk_tree(draws, self._tree, self._captured_walk)
+        rung = self._ladder.of_width(num_tokens // forward_batch.batch_size)
+        draws = output.next_token_logits.argmax(-1).view(-1, rung.width)
+        walk_tree(draws, rung.tree, rung.captured_walk)
 
     def verify_draft_tree(
         self,
@@ -120,10 +119,12 @@ class DDTreeWorker(DFlashWorkerV2):
         batch_size = block_ids.shape[0]
         committed = batch.seq_lens
         if not draft_output.can_run_graph:
-            self._tree_drafter.build(draft_output.logits_output.hidden_states, block_ids[:, 0], committed, self._tree)
-        window_slots = self._window_slots(batch)
-        logits_output, can_run_cuda_graph = self._verify(batch, window_slots)
-        walk = self._walk(batch, logits_output.next_token_logits, captured=can_run_cuda_graph)
+            hidden = draft_output.logits_output.hidden_states
+            self._tree_drafter.build(hidden, block_ids[:, 0], committed, self._ladder.largest.tree)
+        rung = self._ladder.choose(batch.reqs)
+        window_slots = self._window_slots(batch, rung.width)
+        logits_output, can_run_cuda_graph = self._verify(batch, window_slots, rung)
+        walk = self._walk(batch, logits_output.next_token_logits, rung, captured=can_run_cuda_graph)
         # Contiguous copies: SGLang's kernels read these as dense vectors.
         accept_lens = walk.accept_lens[:batch_size].to(torch.int32)
         bonus = walk.bonus[:batch_size].contiguous()
@@ -145,31 +146,34 @@ class DDTreeWorker(DFlashWorkerV2):
     def on_verify_complete_cpu(self, num_correct_drafts_per_req: list[int], batch_size: int = 0) -> None:
         """Record acceptance once the scheduler has a step's results on the host."""
         super().on_verify_complete_cpu(num_correct_drafts_per_req, batch_size=batch_size)
+        budget = self._ladder.observe(num_correct_drafts_per_req)
         if self._metrics is not None:
-            self._metrics.observe(num_correct_drafts_per_req)
+            self._metrics.observe(num_correct_drafts_per_req, budget)
 
-    def _window_slots(self, batch: ScheduleBatch) -> torch.Tensor:
+    def _window_slots(self, batch: ScheduleBatch, width: int) -> torch.Tensor:
         """Cache slots of the verify window, int64 [bs, T]; read before verify, since rows may change after it."""
         batch_size = len(batch.seq_lens)
         return cache_locs.assign_extend_cache_locs_func(
             req_pool_indices=batch.req_pool_indices,
             req_to_token=self.model_runner.req_to_token_pool.req_to_token,
             start_offset=batch.seq_lens,
-            end_offset=batch.seq_lens + self.verify_width,
+            end_offset=batch.seq_lens + width,
             batch_size=batch_size,
-            draft_token_num=self.verify_width,
+            draft_token_num=width,
             device=self.device,
-        ).view(batch_size, self.verify_width)
+        ).view(batch_size, width)
 
-    def _verify(self, batch: ScheduleBatch, window_slots: torch.Tensor) -> tuple[LogitsProcessorOutput, bool]:
+    def _verify(
+        self, batch: ScheduleBatch, window_slots: torch.Tensor, rung: Rung
+    ) -> tuple[LogitsProcessorOutput, bool]:
         """Run the target over all tree rows: logits [bs * T, vocab] and the captured hidden states."""
         batch_size = window_slots.shape[0]
         draft_input = batch.spec_info
-        mask, mode = self._tree_mask(batch_size, batch.seq_lens, draft_input.reserved_seq_lens_sum)
+        mask, mode = _tree_mask(rung, batch_size, batch.seq_lens, draft_input.reserved_seq_lens_sum)
         verify_input = DDTreeVerifyInput(
-            draft_token=self._tree.token_ids[:batch_size].flatten(),
-            positions=self._tree.positions[:batch_size].flatten(),
-            draft_token_num=self.verify_width,
+            draft_token=rung.tree.token_ids[:batch_size].flatten(),
+            positions=rung.tree.positions[:batch_size].flatten(),
+            draft_token_num=rung.width,
             custom_mask=mask,
             tree_mask_mode=mode,
             capture_hidden_mode=CaptureHiddenMode.FULL,
@@ -185,25 +189,7 @@ class DDTreeWorker(DFlashWorkerV2):
         )
         return output.logits_output, output.can_run_cuda_graph
 
-    def _tree_mask(
-        self, batch_size: int, prefix_lens: torch.Tensor, max_total_prefix: int
-    ) -> tuple[torch.Tensor | None, TreeMaskMode]:
-        """The flat mask in the layout that the target's attention backend reads; None where it reads a static buffer."""
-        backend, route = self.model_runner.attn_backend, self._verify_route()
-        if route is None:
-            return self._tree.mask[:batch_size].flatten(), TreeMaskMode.QLEN_ONLY
-        if route.reads_compact_mask:
-            return None, TreeMaskMode.QLEN_ONLY
-        buffer = backend.verify_mask
-        if buffer is None or not buffer.fits(batch_size):
-            mask = self._tree.mask[:batch_size]
-            return expand_tree_mask(mask, prefix_lens, max_total_prefix), TreeMaskMode.FULL_MASK
-        if backend.enable_deterministic:
-            buffer.buffer.fill_(1)  # that kernel reads the columns of the prefix as well
-        fill_tree_columns(self._tree.mask[: buffer.max_bs], prefix_lens, buffer.buffer)
-        return None, TreeMaskMode.FULL_MASK
-
-    def _walk(self, batch: ScheduleBatch, logits: torch.Tensor, captured: bool) -> WalkBuffers:
+    def _walk(self, batch: ScheduleBatch, logits: torch.Tensor, rung: Rung, captured: bool) -> WalkBuffers:
         """Draw along the tree; under tensor parallelism rank 0's draws count.
 
         `captured` says that the verify pass was a graph, whose tail has walked greedily already.
@@ -213,14 +199,14 @@ class DDTreeWorker(DFlashWorkerV2):
         walk = self._walks[0]
         self._walks.reverse()
         if captured and is_plain_greedy(sampling_info):
-            walk.packed[:batch_size].copy_(self._captured_walk.packed[:batch_size])
+            walk.packed[:batch_size].copy_(rung.captured_walk.packed[:batch_size])
         else:
             apply_dflash_verify_logits_adjustments(
-                next_token_logits=logits, sampling_info=sampling_info, draft_token_num=self.verify_width
+                next_token_logits=logits, sampling_info=sampling_info, draft_token_num=rung.width
             )
-            walk_logits(logits, self._tree, SamplingRows.from_batch(sampling_info), walk)
+            walk_logits(logits, rung.tree, SamplingRows.from_batch(sampling_info), walk)
         if simulation_requested():
-            simulate_acceptance(walk, batch_size, max_accept=max_depth(self.budget, self.block_size) + 1)
+            simulate_acceptance(walk, batch_size, max_accept=max_depth(rung.budget, self.block_size) + 1)
         if get_tp_group().world_size > 1:
             get_tp_group().broadcast(walk.packed[:batch_size], src=0)
         return walk
@@ -240,7 +226,7 @@ class DDTreeWorker(DFlashWorkerV2):
         # Reading the flag costs nothing where host and device are one; elsewhere it would wait for the device.
         if destinations.is_cuda or not bool(in_place.all()):
             move_accepted_rows(self.model_runner.token_to_kv_pool, destinations, sources)
-        hidden = hidden.view(batch_size, self.verify_width, -1)
+        hidden = hidden.view(batch_size, window_slots.shape[1], -1)
         accepted_hidden = hidden.gather(1, rows.clamp(min=0)[:, :, None].expand(-1, -1, hidden.shape[-1]))
         self._append_target_hidden_to_draft_kv_by_loc(
             target_hidden=accepted_hidden.flatten(0, 1),
@@ -249,3 +235,22 @@ class DDTreeWorker(DFlashWorkerV2):
             positions=(committed[:, None] + self._block_pos_offsets).flatten(),
             commit_lens=accept_lens,
         )
+
+
+def _tree_mask(
+    rung: Rung, batch_size: int, prefix_lens: torch.Tensor, max_total_prefix: int
+) -> tuple[torch.Tensor | None, TreeMaskMode]:
+    """The flat mask in the layout that the target's attention backend reads; None where it reads a static buffer."""
+    backend = rung.attn_backend
+    route = getattr(backend, "sm120_route", None)
+    if route is None:
+        return rung.tree.mask[:batch_size].flatten(), TreeMaskMode.QLEN_ONLY
+    if route.reads_compact_mask:
+        return None, TreeMaskMode.QLEN_ONLY
+    buffer = backend.verify_mask
+    if buffer is None or not buffer.fits(batch_size):
+        return expand_tree_mask(rung.tree.mask[:batch_size], prefix_lens, max_total_prefix), TreeMaskMode.FULL_MASK
+    if backend.enable_deterministic:
+        buffer.buffer.fill_(1)  # that kernel reads the columns of the prefix as well
+    fill_tree_columns(rung.tree.mask[: buffer.max_bs], prefix_lens, buffer.buffer)
+    return None, TreeMaskMode.FULL_MASK
