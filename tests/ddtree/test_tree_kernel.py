@@ -12,6 +12,7 @@ from types import ModuleType
 
 import pytest
 import torch
+import triton
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "sglang/python/sglang/srt/speculative"), str(Path(__file__).parent)]
@@ -65,10 +66,11 @@ def check(kernel: ModuleType, shape: tuple[int, int, int, int], kind: str, seed:
         assert torch.equal(getattr(built, name).cpu(), getattr(expected, name)), name
 
 
-def test_interpreted() -> None:
-    """In a process of its own, because the interpreter replaces Triton's language for good."""
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    subprocess.run([sys.executable, __file__], env=environment, check=True, timeout=600)
+@pytest.mark.parametrize("what", ["interpret", "compile"])
+def test_without_a_gpu(what: str) -> None:
+    """In a process of its own: the interpreter replaces Triton's language for good, and the compiler needs it whole."""
+    environment = os.environ | {"TRITON_INTERPRET": str(int(what == "interpret"))}
+    subprocess.run([sys.executable, __file__, what], env=environment, check=True, timeout=600)
 
 
 @pytest.mark.gpu
@@ -81,13 +83,37 @@ def test_on_the_device(shape: tuple[int, int, int, int], kind: str) -> None:
         check(ddtree_tree_kernel, shape, kind, seed, device="cuda")
 
 
-if __name__ == "__main__":
-    interpreted = importlib.import_module("ddtree_tree_kernel")
+def interpret() -> None:
+    """Compare the interpreted kernel with the tensor operations."""
+    kernel = importlib.import_module("ddtree_tree_kernel")
     for shape in SHAPES:
         for kind in KINDS:
-            check(interpreted, shape, kind, seed=len(kind), device="cpu")
+            check(kernel, shape, kind, seed=len(kind), device="cpu")
     log_probs, token_ids = torch.zeros(1, 1, 65), torch.zeros(1, 1, 65, dtype=torch.int64)
     with pytest.raises(ValueError, match="expected a budget of at most 64, got 65"):
-        interpreted.build_tree_on_device(
+        kernel.build_tree_on_device(
             log_probs, token_ids, token_ids[:, 0, 0], token_ids[:, 0, 0], TreeBuffers.allocate(1, 65, 1, "cpu")
         )
+
+
+def compile_for_cards() -> None:
+    """Compile for sm_90 and sm_120. Arguments of value 1 become constants, as they do at run time."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from triton.compiler import compile as compile_kernel
+
+    kernel = importlib.import_module("ddtree_tree_kernel")._build_tree
+    pointers = {"log_probs": "*fp32", "out_scores": "*fp32", "out_mask": "*i1"}
+    numbers = {"num_depths", "num_ranks", "budget", "width", "root_stride", "committed_stride"}
+    for budget in (1, 16, 64):
+        constants = {"ROWS": triton.next_power_of_2(budget + 1), "FRONTIER": triton.next_power_of_2(budget)}
+        constants |= {"committed_stride": 1} | ({"budget": 1, "num_ranks": 1} if budget == 1 else {})
+        types = {name: "i32" if name in numbers else pointers.get(name, "*i64") for name in kernel.arg_names}
+        source = ASTSource(kernel, types | dict.fromkeys(constants, "constexpr"), constants)
+        for capability in (90, 120):
+            compiled = compile_kernel(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 1})
+            assert compiled.asm["cubin"] and ".local" not in compiled.asm["ptx"]
+
+
+if __name__ == "__main__":
+    {"interpret": interpret, "compile": compile_for_cards}[sys.argv[1]]()

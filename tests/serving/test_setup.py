@@ -40,6 +40,8 @@ echo "uv $name" >>"$FAKE_LOG"
 CHOSEN, OTHER = ("cuda", "cpu") if list(Path("/dev").glob("nvidia[0-9]*")) else ("cpu", "cuda")
 BASE = ["venv", "installer", f"uv {CHOSEN}.txt"]
 FORK = ["fork fetch", "fork tree", "fork wheel", "uv fork.whl"]
+if CHOSEN == "cuda":
+    FORK.append("uv sgl-kernel-sm120")
 
 
 class Machine:
@@ -50,10 +52,15 @@ class Machine:
         self.programs = folder / "programs"
         self.log = folder / "log"
         self.environment = {"FAKE_VERSION": "3.11", "FAKE_VENV_STATUS": "0", "FAKE_FAILURE": ""}
+        kernel = ("csrc", "python", "build_tools")
         for name in ("sglang", "patches", "scripts/requirements", "scripts/fork_tools"):
             (self.root / name).mkdir(parents=True)
         for name in ("installer", "cpu", "cuda", "test"):
             (self.root / "scripts" / "requirements" / f"{name}.txt").write_text(f"# {name}")
+        for name in kernel:
+            (self.root / "sgl-kernel-sm120" / name).mkdir(parents=True)
+        for name in ("pyproject.toml", "setup.py"):
+            (self.root / "sgl-kernel-sm120" / name).touch()
         (self.root / "scripts" / "fork").touch()
         (self.root / "patches" / "series").touch()
         shutil.copy(repo_root / "scripts" / "setup", self.root / "scripts" / "setup")
@@ -156,7 +163,7 @@ def test_a_full_disk_is_refused(machine: Machine) -> None:
 
 
 def test_unknown_arguments_are_refused(machine: Machine) -> None:
-    assert_refused(machine, machine.setup("--fast"), "arguments: expected none or --tests, got --fast")
+    assert_refused(machine, machine.setup("--fast"), "arguments: expected --tests or --kernel, got --fast")
 
 
 def test_a_second_run_does_nothing(machine: Machine) -> None:
@@ -245,3 +252,14 @@ def test_concurrent_runs_make_one_environment(machine: Machine) -> None:
         results = list(threads.map(lambda _: machine.run().returncode, range(3)))
     assert results == [0, 0, 0]
     assert machine.calls() == BASE + FORK
+
+
+def test_the_kernel_is_a_layer_of_its_own(machine: Machine) -> None:
+    """Built on request where there is no card, again only when its source changes, and after a failure."""
+    assert machine.setup("--kernel").returncode == 0
+    assert machine.calls() == list(dict.fromkeys([*BASE, *FORK, "uv sgl-kernel-sm120"]))
+    assert machine.setup("--kernel").returncode == 0 and machine.calls() == []
+    (machine.root / "sgl-kernel-sm120" / "csrc" / "new.cuh").write_text("// changed")
+    failed = machine.setup("--kernel", FAKE_FAILURE="sgl-kernel-sm120")
+    assert failed.returncode == 1 and "sgl-kernel-sm120: expected it to compile" in failed.stderr
+    assert machine.setup("--kernel").returncode == 0 and machine.calls() == ["uv sgl-kernel-sm120"]

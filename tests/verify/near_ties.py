@@ -38,8 +38,8 @@ class NearTies:
             return None if len(one) == len(other) else f"lengths {len(one)} and {len(other)}"
         ids = torch.tensor([prompt + one[:parted]], device=self._device)
         exact, rounded = self._logits(self._exact, ids), self._logits(self._rounded, ids)
-        # Each of the two servers may be off by as much as the rounded model is.
-        allowed = 2 * float((exact - rounded).abs().max())
+        # Each of the two servers may be off by twice as much as the same model in plain bf16.
+        allowed = 4 * float((exact - rounded).abs().max())
         best = float(exact.max())
         gaps = [best - float(exact[token]) for token in (one[parted], other[parted])]
         if max(gaps) <= allowed:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import requests
 from near_ties import NearTies
+from rank_shape import write_pair
 from tokenizers import Tokenizer
 
 from serving.server import ModelPair, Server, ServerFailed
@@ -138,41 +139,58 @@ def test_a_step_never_waits_for_the_device(serve: Serve, prompts: list[str], tmp
     """From the host's trace of decode steps: results are copied to pinned memory and awaited by their event alone."""
     server = serve("DDTREE", *GRAPH_FLAGS, environment=KERNEL)
     with ThreadPoolExecutor(3) as pool:
-        running = [pool.submit(generate, server, prompt, max_new_tokens=1200) for prompt in prompts[:3]]
+        running = [pool.submit(generate, server, prompt, max_new_tokens=3000) for prompt in prompts[:3]]
+        while f"#running-req: {len(running)}" not in server.tail(5):
+            assert not any(task.done() for task in running), "the answers ended before a trace was taken"
         body = {"output_dir": str(tmp_path), "num_steps": 12, "activities": ["CPU", "GPU"]}
         requests.post(f"{server.url}/start_profile", json=body, timeout=120)
-        assert all(len(task.result()) == 1200 for task in running)
+        assert all(len(task.result()) == 3000 for task in running)
     (path,) = tmp_path.rglob("*.trace.json.gz")
     with gzip.open(path) as file:
         events = json.load(file)["traceEvents"]
-    names = Counter(
-        event["name"] for event in events if event.get("cat") in ("cuda_runtime", "cuda_driver", "gpu_memcpy")
-    )
+    kinds = ("cuda_runtime", "cuda_driver", "gpu_memcpy")
+    names = Counter(event["name"] for event in events if event.get("cat") in kinds)
     assert names["cudaGraphLaunch"] >= 20, names
-    waits = {name: count for name, count in names.items() if "StreamSynchronize" in name or "DeviceSynchronize" in name}
-    # The profiler itself waits for the device when it stops.
-    assert sum(waits.values()) <= 2, waits
-    assert not [name for name in names if "Pageable" in name and "DtoH" in name], names
+    # The profiler itself waits for the device once, when it stops.
+    assert names["cudaDeviceSynchronize"] <= 1 and not names["cudaStreamSynchronize"], names
+    assert not [name for name in names if "Device -> Pageable" in name], names
 
 
-def test_eagle_trees_are_verified_by_the_kernel(
-    serve: Serve, demo_pair: ModelPair, prompts: list[str], tmp_path: Path
-) -> None:
-    """EAGLE carries its mask in the batch. A drafter with random weights accepts little and still makes trees."""
+def test_eagle_trees_are_verified_by_the_kernel(prompts: list[str], tmp_path: Path) -> None:
+    """EAGLE carries its mask in the batch. Drafters with random weights accept little and still make trees.
+
+    SGLang's fused norm for such drafters does not take the demo pair's hidden size, so the target is of another shape.
+    """
+    write_pair(tmp_path, num_layers=4)
     draft = tmp_path / "nextn"
-    shutil.copytree(demo_pair.target, draft)
+    shutil.copytree(tmp_path / "target", draft)
     config = json.loads((draft / "config.json").read_text())
     (draft / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
     flags = (
+        *("--model-path", str(tmp_path / "target"), "--load-format", "dummy"),
         *("--speculative-algorithm", "EAGLE", "--speculative-draft-model-path", str(draft)),
         *("--speculative-draft-load-format", "dummy", "--speculative-num-steps", "3"),
         *("--speculative-eagle-topk", "4", "--speculative-num-draft-tokens", "8"),
     )
-    server = serve(None, *flags, *GRAPH_FLAGS, environment={"SGLANG_SM120_VERIFY": "validate"})
-    answers(server, prompts[:40], 5)
-    reports = re.findall(r"verify error: ([0-9.e+-]+) in (\d+) calls", server.output())
-    assert reports and int(reports[-1][1]) > 500, server.output()[-3000:]
-    assert "disagree" not in server.output()
+    environment = {"SGLANG_SM120_VERIFY": "validate"}
+    with Server(tmp_path / "server.log", *flags, *GRAPH_FLAGS, environment=environment) as server:
+        answers(server, prompts[:40], 5)
+        output = server.output()
+    reports = re.findall(r"verify error: ([0-9.e+-]+) in (\d+) calls", output)
+    assert reports and int(reports[-1][1]) > 500, output[-3000:]
+    assert "disagree" not in output
+
+
+def test_auto_gives_the_chains_text(
+    serve: Serve, prompts: list[str], chain: Texts, judge: Callable[[Texts, Texts], None]
+) -> None:
+    """The budget follows the batch: one request, eight, one again, and one that asks for the chain alone."""
+    server = serve("DDTREE", *GRAPH_FLAGS, "--speculative-ddtree-budget", "auto", environment=KERNEL)
+    texts = answers(server, prompts[:40], 1) + answers(server, prompts[40:160], 8) + answers(server, prompts[160:], 1)
+    judge(texts, chain)
+    asked = [generate(server, prompt, custom_params={"ddtree_budget": 7}) for prompt in prompts[:10]]
+    judge(asked, chain[:10])
+    assert re.search(r"DDTREE auto: milliseconds per step .* budgets 7/16/32; by batch size 1: ", server.output())
 
 
 def test_on_refuses_a_width_that_the_kernel_has_not(serve: Serve, demo_pair: ModelPair, tmp_path: Path) -> None:

@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decode speed of two servers in one run: SGLang's release with DFLASH, and the fork with DDTREE.
+
+    build/env/bin/python scripts/bench OUT.json --stock DIR [--fork DIR] [--models DIR] [--gpus 0,1]
+
+Both serve the model pair of tests/models/rank_shape.py on dummy weights, with CUDA graphs and the same simulated accept
+length, at each context alone and four at a time. DIR goes to the front of PYTHONPATH: for --stock a folder into which the
+unpatched wheel is unpacked (without --stock only the fork runs), for --fork build/tree when it is not installed. With two
+GPUs the servers run side by side, each on its own. Text means nothing; times do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import requests
+
+ROOT = Path(__file__).resolve().parents[2]
+CONTEXTS = (1024, 4096, 16384, 65536)
+CONCURRENCY = (1, 4)
+ACCEPT_LENGTH = 3
+WARM_TOKENS, MEASURED_TOKENS = 48, 96
+# Eight nodes under the root: rows for rows what the chain of a block of eight verifies, and one more.
+DDTREE_BUDGET = 8
+COMMON_FLAGS = (
+    *("--load-format", "dummy", "--speculative-draft-load-format", "dummy"),
+    *("--attention-backend", "triton", "--speculative-draft-attention-backend", "triton"),
+    *("--sampling-backend", "pytorch", "--grammar-backend", "none", "--speculative-draft-window-size", "4096"),
+    *("--cuda-graph-max-bs-decode", "4", "--max-running-requests", "4", "--max-total-tokens", "300000"),
+    *("--context-length", "140000", "--mem-fraction-static", "0.8", "--skip-server-warmup"),
+)
+
+
+class Server:
+    """One server process on a loopback port.
+
+    Args:
+        label: name of its rows.
+        models: folder with target/ and draft/.
+        flags: beside those that both servers share.
+        path: folder for the front of PYTHONPATH, or None.
+        gpu: index of its card.
+    """
+
+    def __init__(self, label: str, models: Path, flags: tuple[str, ...], path: Path | None, gpu: str, logs: Path) -> None:
+        self.label = label
+        self.log = logs / f"{label}.log"
+        self._port = 30100 + int(gpu)
+        self.url = f"http://127.0.0.1:{self._port}"
+        pair = ("--model-path", str(models / "target"), "--speculative-draft-model-path", str(models / "draft"))
+        self._command = [sys.executable, "-m", "sglang.launch_server", "--host", "127.0.0.1"]
+        self._command += ["--port", str(self._port), *pair, *COMMON_FLAGS, *flags]
+        search = os.pathsep.join([str(path)] * bool(path) + [os.environ.get("PYTHONPATH", "")])
+        self._environment = os.environ | {
+            "CUDA_VISIBLE_DEVICES": gpu,
+            "PYTHONPATH": search,
+            "SGLANG_SIMULATE_ACC_LEN": str(ACCEPT_LENGTH),
+        }
+
+    def __enter__(self) -> Server:
+        with self.log.open("wb") as log:
+            self._process = subprocess.Popen(
+                self._command, stdout=log, stderr=subprocess.STDOUT, env=self._environment, start_new_session=True
+            )
+        while not self._ready():
+            if self._process.poll() is not None:
+                raise SystemExit(f"{self.label}: the server ended\n{self.log.read_text(errors='replace')[-3000:]}")
+            time.sleep(1)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(30)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+
+    def _ready(self) -> bool:
+        try:
+            return requests.get(f"{self.url}/health", timeout=20).status_code == 200
+        except requests.RequestException:
+            return False
+
+    def captures(self) -> list[str]:
+        """What its log says of captured graphs and of the attention that verifies."""
+        lines = self.log.read_text(errors="replace").splitlines()
+        return [re.sub(r"^\[[^]]*\] ", "", line) for line in lines if re.search(r"CUDA graph end|Verify attention", line)]
+
+
+def stream(url: str, ids: list[int], together: threading.Barrier) -> dict[str, float]:
+    """One streamed answer: seconds to the first token, then verify steps, tokens and seconds once all streams decode."""
+    body = {
+        "input_ids": ids,
+        "sampling_params": {"temperature": 0, "max_new_tokens": WARM_TOKENS + MEASURED_TOKENS, "ignore_eos": True},
+        "stream": True,
+    }
+    started, first, mark = time.perf_counter(), 0.0, None
+    last: dict[str, Any] = {}
+    with requests.post(f"{url}/generate", json=body, stream=True, timeout=900) as response:
+        response.raise_for_status()
+        for line in response.iter_lines():
+            if not line.startswith(b"data: {"):
+                continue
+            last, now = json.loads(line[6:])["meta_info"], time.perf_counter()
+            if not first:
+                first = now
+                together.wait()  # nobody is measured while another prompt is being read
+            if mark is None and last["completion_tokens"] >= WARM_TOKENS:
+                mark = (now, last["completion_tokens"])
+    assert mark is not None
+    seconds, tokens = now - mark[0], last["completion_tokens"] - mark[1]
+    steps = tokens / (last["completion_tokens"] / last["spec_verify_ct"])
+    return {"ttft_s": first - started, "seconds": seconds, "tokens": tokens, "steps": steps}
+
+
+def measure(server: Server, contexts: tuple[int, ...]) -> list[dict[str, Any]]:
+    """Rows of one server. A longer prompt begins with the shorter one, so that prefixes come from the cache."""
+    rows = []
+    generator = random.Random(7)
+    prompts = [[generator.randint(4, 1000) for _ in range(max(contexts))] for _ in range(max(CONCURRENCY))]
+    stream(server.url, prompts[0][:64], threading.Barrier(1))
+    for context in contexts:
+        for concurrency in CONCURRENCY:
+            barrier = threading.Barrier(concurrency)
+            with ThreadPoolExecutor(concurrency) as pool:
+                tasks = [pool.submit(stream, server.url, ids[:context], barrier) for ids in prompts[:concurrency]]
+                results = [task.result() for task in tasks]
+            row = {
+                "label": server.label,
+                "context": context,
+                "concurrency": concurrency,
+                "ms_per_step": round(1e3 * sum(r["seconds"] / r["steps"] for r in results) / concurrency, 2),
+                "tok_s": round(sum(r["tokens"] / r["seconds"] for r in results), 1),
+                "ttft_s": round(max(r["ttft_s"] for r in results), 2),
+            }
+            print(json.dumps(row), flush=True)
+            rows.append(row)
+    return rows
+
+
+def environment(servers: list[Server]) -> dict[str, Any]:
+    """Where, when and how."""
+    import torch
+
+    return {
+        "date": datetime.date.today().isoformat(),
+        "card": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "model": "tests/models/rank_shape.py, 61 layers, dummy weights",
+        "accept_length": f"{ACCEPT_LENGTH} (SGLANG_SIMULATE_ACC_LEN)",
+        "ddtree_budget": DDTREE_BUDGET,
+        "ttft": "prefixes of shorter contexts cached; at concurrency 4 the last of four prompts",
+        "command": "scripts/bench " + " ".join(re.sub(r".*/", "", word) for word in sys.argv[1:]),
+        "start_up": {server.label: server.captures() for server in servers},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Decode speed of the release and of the fork on one model shape.")
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--stock", type=Path)
+    parser.add_argument("--fork", type=Path)
+    parser.add_argument("--models", type=Path)
+    parser.add_argument("--gpus", default="0")
+    parser.add_argument("--contexts", default=",".join(map(str, CONTEXTS)))
+    args = parser.parse_args()
+    contexts = tuple(int(context) for context in args.contexts.split(","))
+    gpus = args.gpus.split(",")
+    logs = Path(tempfile.mkdtemp(prefix="bench-"))
+    models = args.models or logs / "models"
+    if not (models / "target").is_dir():
+        subprocess.run([sys.executable, str(ROOT / "tests" / "models" / "rank_shape.py"), str(models)], check=True)
+    tree = ("--speculative-algorithm", "DDTREE", "--speculative-ddtree-budget", str(DDTREE_BUDGET))
+    chain = ("--speculative-algorithm", "DFLASH", "--speculative-num-draft-tokens", "8")
+    servers = [Server("sm120-ddtree", models, tree, args.fork, gpus[-1], logs)]
+    if args.stock:
+        servers.insert(0, Server("stock-dflash", models, chain, args.stock, gpus[0], logs))
+
+    def run(server: Server) -> list[dict[str, Any]]:
+        with server:
+            return measure(server, contexts)
+
+    with ThreadPoolExecutor(len(set(gpus))) as pool:
+        rows = [row for part in pool.map(run, servers) for row in part]
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps({"env": environment(servers), "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
