@@ -123,3 +123,18 @@ def test_readme_has_the_cpu_s_figures() -> None:
     speed = {row["label"]: f"{row['single_tok_s']:.0f}" for row in results["rows"]}
     text = f"plain {speed['plain']}, chain {speed['chain']}, tree of 16 nodes {speed['tree-16']} tokens/s, one stream"
     assert text in (REPO_ROOT / "README.md").read_text()
+
+
+@pytest.mark.parametrize("context", [1024, 4096, 16384, 65536])
+def test_readme_has_the_server_s_figures(context: int) -> None:
+    rows = json.loads((REPO_ROOT / "scripts" / "bench" / "results" / "h200" / "decode.json").read_text())["rows"]
+    stock, fork = (
+        next(row for row in rows if (row["label"], row["context"], row["concurrency"]) == (label, context, 1))
+        for label in ("stock-dflash", "sm120-ddtree")
+    )
+    steps = [rounded(row["ms_per_step"]) for row in (stock, fork)]
+    speeds = [f"{row['tok_s']:.1f}" for row in (stock, fork)]
+    assert readme_rows(f"{context:,}") == [[f"{context:,}", *steps, *speeds]]
+    if context == 65536:
+        (claim,) = readme_rows("verify step at 64k context, rank shape of Kimi K2.6, H200")
+        assert claim[1:] == [f"{steps[0]} ms (DFLASH, Triton)", f"{steps[1]} ms (DDTree, `mla_tree_verify`)"]
