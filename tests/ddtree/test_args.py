@@ -54,6 +54,12 @@ def test_default_budget_is_the_one_in_the_help(demo_pair: ModelPair, capsys: pyt
     assert f"Nodes of the draft tree under the root, {limits}" in help_text
 
 
+def test_an_unknown_verify_mode_ends_the_start(demo_pair: ModelPair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_SM120_VERIFY", "maybe")
+    with pytest.raises(StartupError, match="SGLANG_SM120_VERIFY: expected one of auto, on, off, validate, got 'maybe'"):
+        resolve(demo_pair)
+
+
 def test_auto_needs_something_to_measure(demo_pair: ModelPair) -> None:
     with pytest.raises(StartupError, match="auto measures the cost of a step on decode CUDA graphs"):
         resolve(demo_pair, "--speculative-ddtree-budget", "auto")

@@ -20,9 +20,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Both kernels round the weights and the output to bf16 (2^-9 relative each) and add in different orders. A row (token
-# and head) is bad when an element is off by more than four times that, measured by the row's largest element.
-ROW_TOLERANCE = 2.0**-6
+# Both kernels round the weights and the output to bf16 (2^-9 relative each) and add in different orders. A weighted sum of
+# values of both signs is smaller than its terms, so errors weigh more: 1.4e-2 of a row's largest element was the most in
+# 515 compared layers of the demo pair on an H200. A row (token and head) beyond twice that is bad.
+ROW_TOLERANCE = 2.0**-5
 # Tests set this variable to 1: one element of each compared output is then falsified, which must be reported.
 FAULT_VARIABLE = "SGLANG_SM120_VERIFY_FAULT"
 
