@@ -24,7 +24,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import requests
 
@@ -55,7 +55,9 @@ class Server:
         gpu: index of its card.
     """
 
-    def __init__(self, label: str, models: Path, flags: tuple[str, ...], path: Path | None, gpu: str, logs: Path) -> None:
+    def __init__(
+        self, label: str, models: Path, flags: tuple[str, ...], path: Path | None, gpu: str, logs: Path
+    ) -> None:
         self.label = label
         self.log = logs / f"{label}.log"
         self._port = 30100 + int(gpu)
@@ -70,7 +72,7 @@ class Server:
             "SGLANG_SIMULATE_ACC_LEN": str(ACCEPT_LENGTH),
         }
 
-    def __enter__(self) -> Server:
+    def __enter__(self) -> Self:
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
                 self._command, stdout=log, stderr=subprocess.STDOUT, env=self._environment, start_new_session=True
@@ -97,7 +99,9 @@ class Server:
     def captures(self) -> list[str]:
         """What its log says of captured graphs and of the attention that verifies."""
         lines = self.log.read_text(errors="replace").splitlines()
-        return [re.sub(r"^\[[^]]*\] ", "", line) for line in lines if re.search(r"CUDA graph end|Verify attention", line)]
+        return [
+            re.sub(r"^\[[^]]*\] ", "", line) for line in lines if re.search(r"CUDA graph end|Verify attention", line)
+        ]
 
 
 def stream(url: str, ids: list[int], together: threading.Barrier) -> dict[str, float]:
