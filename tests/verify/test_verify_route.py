@@ -347,7 +347,7 @@ def test_graph_state_is_sized_by_requests_where_only_verify_runs(
     assert verify_route.graph_rows(target, 4, 36) == 36
 
 
-@pytest.mark.parametrize("algorithm, numel", [("DDTREE", 4 * 81), ("EAGLE", 4 * 81), ("NGRAM", 4 * 9 * 1009)])
+@pytest.mark.parametrize("algorithm, numel", [("DDTREE", 4 * 9 * 10), ("EAGLE", 4 * 9 * 10), ("NGRAM", 4 * 9 * 1009)])
 def test_the_mask_buffer_shrinks_to_the_tree(monkeypatch: pytest.MonkeyPatch, algorithm: str, numel: int) -> None:
     from sglang.srt.layers.attention.verify_mask import VerifyMask
     from sglang.srt.speculative.eagle_utils import TreeMaskMode

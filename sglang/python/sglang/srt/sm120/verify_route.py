@@ -188,7 +188,9 @@ def _attention_layers(model_runner: ModelRunner) -> list[RadixAttention]:
 def _num_splits_and_bytes(bs: int, width: int, num_heads: int) -> tuple[int, int]:
     from sgl_kernel_sm120 import plan
 
-    planned = plan(bs, width, num_heads, torch.cuda.get_device_properties(0).multi_processor_count)
+    planned = plan(
+        bs, width, num_heads, torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+    )
     return planned.num_splits, planned.workspace_bytes
 
 
@@ -259,7 +261,8 @@ def graph_mask(backend: Any, mask: VerifyMask | None) -> VerifyMask | None:
     if mask is None or route is None or not route.reads_compact_mask or algorithm.is_ngram():
         return mask
     mode = TreeMaskMode.QLEN_ONLY
-    numel = tree_mask_numel(mode, mask.max_bs, backend.num_draft_tokens, 0)
+    # EAGLE's capture copies a placeholder into the buffer, which has a column more than the tree.
+    numel = tree_mask_numel(mode, mask.max_bs, backend.num_draft_tokens, 0) + mask.max_bs * backend.num_draft_tokens
     return VerifyMask(torch.zeros(numel, dtype=torch.uint8, device=backend.device), mode, mask.max_bs, mask.is_read)
 
 
