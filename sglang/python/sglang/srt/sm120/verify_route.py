@@ -125,7 +125,7 @@ def attach_route(backend: Any, model_runner: ModelRunner) -> None:
     if not model_runner.spec_algorithm.is_speculative() or model_runner.is_draft_worker or backend.skip_prefill:
         return
     mode = verify_mode()
-    width, max_bs = int(backend.num_draft_tokens), int(model_runner.req_to_token_pool.size)
+    width, max_bs = int(backend.num_draft_tokens or 0), int(model_runner.req_to_token_pool.size)
     reason = _unserved(mode, backend, model_runner, width, max_bs)
     if reason is not None:
         if mode in (VerifyMode.ON, VerifyMode.VALIDATE):
