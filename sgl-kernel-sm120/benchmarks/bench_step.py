@@ -32,7 +32,7 @@ from sgl_kernel_sm120 import _mla_tree_verify
 
 KEYS_PER_STEP = 32
 # Rows of a block: shapes of which an H200 takes one block per multiprocessor, and what the context is a multiple of.
-SHAPES = {32: (1, 8, 4, 132), 48: (4, 16, 9, 11), 64: (1, 16, 16, 33)}
+SHAPES = {32: (1, 8, 4, 132), 64: (1, 16, 16, 33)}
 STEPS = 24, 48  # of a block
 
 

@@ -44,10 +44,9 @@ int32_t sgl_sm120_mla_tree_verify_block_rows(int32_t batch_size, int32_t num_tok
 }
 
 int32_t sgl_sm120_mla_tree_verify_shared_bytes(int32_t block_rows) {
-  return static_cast<int32_t>(block_rows == 32   ? sizeof(op::SharedStorage<op::Block<2>>)
-                              : block_rows == 48 ? sizeof(op::SharedStorage<op::Block<3>>)
-                              : block_rows == 64 ? sizeof(op::SharedStorage<op::Block<4>>)
-                                                 : 0);
+  return static_cast<int32_t>(block_rows == op::LowBlock::kRows    ? sizeof(op::SharedStorage<op::LowBlock>)
+                              : block_rows == op::TallBlock::kRows ? sizeof(op::SharedStorage<op::TallBlock>)
+                                                                   : 0);
 }
 
 int32_t sgl_sm120_mla_tree_verify(const SglSm120MlaTreeVerify* args, void* stream) {

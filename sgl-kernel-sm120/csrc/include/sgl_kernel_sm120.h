@@ -59,7 +59,7 @@ SGL_SM120_EXPORT int32_t sgl_sm120_mla_tree_verify_splits(int32_t batch_size, in
 SGL_SM120_EXPORT int64_t sgl_sm120_mla_tree_verify_workspace_bytes(int32_t batch_size, int32_t num_tokens,
                                                                    int32_t num_heads, int32_t num_splits);
 
-// Rows of a block: 32, 48 or 64; and the dynamic shared memory of such a block, 0 for another number.
+// Rows of a block: 32 or 64; and the dynamic shared memory of such a block, 0 for another number.
 SGL_SM120_EXPORT int32_t sgl_sm120_mla_tree_verify_block_rows(int32_t batch_size, int32_t num_tokens, int32_t num_heads,
                                                               int32_t num_sms);
 SGL_SM120_EXPORT int32_t sgl_sm120_mla_tree_verify_shared_bytes(int32_t block_rows);

@@ -31,7 +31,8 @@ constexpr int kWarpColumns = kDimV / kNumWarps;    // columns of V of a warp
 constexpr int kCopyKeys = kStageKeys / kNumWarps;  // keys of a stage that one warp copies
 constexpr int kSlotStages = 32 / kCopyKeys;        // stages whose slots a warp keeps
 constexpr int kKeyBuffers = 2;                     // fragments of keys in registers, one ahead of its products
-constexpr int kTreeWords = 3;                      // 32-bit words of a row's tree mask
+constexpr int kSums = 3;       // independent sums of a score of 32 rows hide the latency of a product
+constexpr int kTreeWords = 3;  // 32-bit words of a row's tree mask
 
 // The reference of a row's exponentials starts at zero and moves when a score is further away than this (log2). Powers
 // of two up to there cost no accuracy in bf16, whose exponent is that of fp32.
@@ -44,29 +45,29 @@ constexpr int kSharedLimit = 101376;    // bytes that a block of sm_120 may own
 
 static_assert(kMaxTree <= 32 * kTreeWords, "a tree row's mask is kTreeWords words");
 
-// Blocks of 32, 48 and 64 rows (tiles of 16), and what follows from that.
-//   32      a warp holds all columns of 16 queries and scores 8 keys of a step.
-//   48, 64  a warp holds half of the columns of 16 queries: it scores all keys of a step over its half, and the two
-//   warps
-//           of a tile exchange sums, so that each ends up with half of the keys. Of 48 rows, two warps score nothing.
+// Blocks of 32 rows (two tiles of 16) and of 64 (four), and what follows from that.
+//   32   a warp holds all columns of 16 queries and scores 8 keys of a step.
+//   64   a warp holds half of the columns of 16 queries: it scores all keys of a step over its half, and the two warps
+//   of
+//        a tile exchange sums, so that each ends up with half of the keys.
 template <int kTiles>
 struct Block {
   static constexpr int kRowTiles = kTiles;
   static constexpr int kRows = 16 * kRowTiles;
-  static constexpr int kColumnParts = kRowTiles == 2 ? 1 : 2;  // warps over which the columns of a query are spread
-  static constexpr int kShares = 4 / kColumnParts;  // warps of a row tile; each computes the weights of its keys
-  static constexpr bool kAllScore = kShares * kRowTiles == kNumWarps;
+  static constexpr int kShares = kNumWarps / kRowTiles;  // warps of a row tile; each computes the weights of its keys
+  static constexpr int kColumnParts = kRowTiles / 2;     // warps over which the columns of a query are spread
   static constexpr int kScoreTiles = kDimQk / 16 / kColumnParts;  // k16 products of a score in one warp
   static constexpr int kOwnGroups = kStepKeys / 8 / kShares;      // groups of 8 keys whose weights a warp computes
   static constexpr int kNumStages = kColumnParts == 1 ? 5 : 4;
   static constexpr int kQueryStages = kRows / kStageKeys;  // the last stages, through which the queries pass
   static constexpr int kBarrierStages = 2 / kColumnParts;  // stages whose arrival one barrier announces
   static constexpr int kStepBarriers = 2 / kBarrierStages;
-  static constexpr int kSums = 5 - kRowTiles;  // independent sums of a score hide the latency of a product
   // Measured on an H200: a step against one of 32 rows, and what a block costs beside its steps, in steps.
-  static constexpr float kStepCost = kRowTiles == 2 ? 1.f : kRowTiles == 3 ? 1.5f : 1.7f;
-  static constexpr float kOverheadSteps = kRowTiles == 2 ? 6.f : 5.f;
+  static constexpr float kStepCost = kColumnParts == 1 ? 1.f : 1.8f;
+  static constexpr float kOverheadSteps = kColumnParts == 1 ? 6.f : 4.f;
 };
+using LowBlock = Block<2>;
+using TallBlock = Block<4>;
 
 // A number of splits that fills whole waves of the GPU, with the cost model by which the device picks one per request.
 struct SplitChoice {
@@ -109,9 +110,8 @@ template <class B>
 struct __align__(128) SharedStorage {
   unsigned char kv[B::kNumStages][kStageBytes];
   unsigned char prob[2][B::kRows * kProbStride];
-  float4
-      partial[B::kColumnParts == 1 ? 1 : 4 * 32 * B::kRowTiles];  // scores over half of the columns, for the other warp
-  float row_exchange[B::kShares][B::kRows];                       // maxima or sums of the shares
+  float4 partial[B::kColumnParts][B::kColumnParts == 1 ? 1 : kNumThreads];  // scores over half of the columns
+  float row_exchange[B::kShares][B::kRows];                                 // maxima or sums of the shares
   float row_scale[B::kRows], row_reference[B::kRows];
   uint32_t visible[B::kRows][kTreeWords];  // tree keys that a row sees
   uint32_t live[kTreeWords];               // tree keys that any row of this block sees
@@ -119,10 +119,8 @@ struct __align__(128) SharedStorage {
   alignas(8) uint32_t slots[kNumWarps][kSlotStages * kCopyKeys];
   uint64_t full[kStepsInFlight * B::kStepBarriers];  // the keys of a step, or of one of its stages, have arrived
   uint64_t q_full;
-  uint64_t second_free;  // 48 and 64 rows: all warps have the values of a step's second stage in registers
 };
-static_assert(sizeof(SharedStorage<Block<2>>) <= kSharedLimit && sizeof(SharedStorage<Block<3>>) <= kSharedLimit &&
-                  sizeof(SharedStorage<Block<4>>) <= kSharedLimit,
+static_assert(sizeof(SharedStorage<LowBlock>) <= kSharedLimit && sizeof(SharedStorage<TallBlock>) <= kSharedLimit,
               "one block must fit sm_120's shared memory");
 
 }  // namespace sm120::mla_tree_verify

@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // MLA tree-verify attention: softmax attention of T tree tokens x H heads over a paged prefix and the tree itself.
 //
-// The T * H rows of a request share its keys (576 wide; V is the first 512 columns). A block takes 32 rows and one
-// split of the keys and leaves a normalised partial result with its log-sum-exp; combine.cuh merges the splits.
+// The T * H rows of a request share its keys (576 wide; V is the first 512 columns). A block takes 32 or 64 rows
+// and one split of the keys and leaves a normalised partial result with its log-sum-exp; combine.cuh merges the splits.
 //   bound   sm_120: DRAM up to about 128 rows per request, tensor cores beyond
-//   warps   8. Scores: a warp has 16 rows (queries in registers, all 576 columns) x 8 keys of the step, so that no
-//           partial scores cross warps. Values: a warp has 64 columns of V x all 32 rows.
-//   keys    ring of 5 stages x 16 keys in shared memory; a row is one bulk copy; row stride 1,168 bytes, no swizzle
+//   warps   8. Scores, 32 rows: a warp has 16 rows (queries in registers, all 576 columns) x 8 keys of the step.
+//           64 rows: half of the columns x all 32 keys, and pairs of warps exchange sums.
+//           Values: a warp has 64 columns of V x all rows.
+//   keys    ring of 5 (64 rows: 4) stages x 16 keys in shared memory; a row is one bulk copy; row stride 1,168 bytes
 //   step    32 keys: scores -> exponentials against a fixed reference -> weights to shared memory -> block barrier ->
 //           values. The barrier also tells whether a step is rare: it holds hidden keys, or a score left the range of
 //           its reference. Before it every warp takes the values of the first stage into registers, so that it frees
@@ -78,6 +79,7 @@ struct KeyCopier {
     ptx::elected_bulk_load_2(exists, target, target + kRowStride,
                              p.kv_pool + static_cast<int64_t>(slots.x) * p.kv_slot_bytes,
                              p.kv_pool + static_cast<int64_t>(slots.y) * p.kv_slot_bytes, kRowBytes, barrier);
+    advance(index);
   }
 
   // After stage `index`: where half of the slots are used up, the other half has arrived and the next one is loaded.
@@ -94,17 +96,16 @@ struct KeyCopier {
   }
 };
 
-// The block's query rows, by bulk copies into the last stages of the ring. Rows past the end become zero: copies of one
-// row by all blocks would queue at one place of the L2.
+// The block's query rows, by bulk copies into the last stages of the ring. Rows past the end become zero, visible to
+// the block after its next barrier: copies of one row by all blocks would queue at one place of the L2.
 template <class B>
 __device__ __forceinline__ void copy_queries(const Params& p, SharedStorage<B>& shared, const Place<B>& at,
                                              int64_t token, int first_row, int end_row) {
   constexpr int kWarpRows = B::kRows / kNumWarps;
   const uint32_t barrier = ptx::shared_address(&shared.q_full);
+  if (threadIdx.x == 0) ptx::mbarrier_arrive_expect(barrier, (end_row - first_row) * kRowBytes);
   const int first = at.warp * kWarpRows, num_rows = min(max(end_row - first_row - first, 0), kWarpRows);
   unsigned char* target = shared.kv[B::kNumStages - B::kQueryStages] + first * kRowStride;
-  if (at.lane == 0) ptx::mbarrier_expect(barrier, num_rows * kRowBytes);
-  __syncwarp();
   if (at.lane < num_rows) {
     const int row = first_row + first + at.lane;
     const __nv_bfloat16* source = p.q + (token + row / p.num_heads) * p.q_token_stride +
@@ -117,8 +118,6 @@ __device__ __forceinline__ void copy_queries(const Params& p, SharedStorage<B>& 
     for (int byte = at.lane * 16; byte < kRowBytes; byte += 32 * 16)
       *reinterpret_cast<uint4*>(target + row * kRowStride + byte) = make_uint4(0, 0, 0, 0);
   if (num_rows < kWarpRows) ptx::fence_async_proxy();  // before keys are copied here
-  __syncwarp();
-  if (at.lane == 0) ptx::mbarrier_arrive(barrier);
 }
 
 // The tree's mask as the rows of a block see it: one bit per tree key. Its bytes are requested before anything that has
@@ -162,8 +161,7 @@ __device__ __forceinline__ void find_live_keys(SharedStorage<B>& shared, const P
   if (at.warp >= kTreeWords) return;
   uint32_t bits = 0;
 #pragma unroll
-  for (int row = 0; row < B::kRows; row += 32)
-    if (row + at.lane < B::kRows) bits |= shared.visible[row + at.lane][at.warp];
+  for (int row = 0; row < B::kRows; row += 32) bits |= shared.visible[row + at.lane][at.warp];
   bits = __reduce_or_sync(~0u, bits);
   if (at.lane == 0) shared.live[at.warp] = bits;
 }
@@ -261,8 +259,7 @@ struct Softmax {
         top = fmaxf(top, fmaxf(score[g][2 * i] * scale, score[g][2 * i + 1] * scale));
       top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
       top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
-      if (at.quad_lane == 0 && (B::kAllScore || at.share < B::kShares))
-        shared.row_exchange[at.share][at.row + 8 * i] = top;
+      if (at.quad_lane == 0) shared.row_exchange[at.share][at.row + 8 * i] = top;
       reference[i] = is_first ? kLowest : shared.row_reference[at.row + 8 * i];
     }
     __syncthreads();
@@ -351,8 +348,7 @@ __device__ __forceinline__ void finish(const Params& p, SharedStorage<B>& shared
   for (int i = 0; i < 2; i++) {
     softmax.sum[i] += __shfl_xor_sync(~0u, softmax.sum[i], 1);
     softmax.sum[i] += __shfl_xor_sync(~0u, softmax.sum[i], 2);
-    if (at.quad_lane == 0 && (B::kAllScore || at.share < B::kShares))
-      shared.row_exchange[at.share][at.row + 8 * i] = softmax.sum[i];
+    if (at.quad_lane == 0) shared.row_exchange[at.share][at.row + 8 * i] = softmax.sum[i];
   }
   __syncthreads();
   if (at.share == 0 && at.quad_lane == 0) {
@@ -379,33 +375,32 @@ template <class B>
 __device__ __forceinline__ void score_all_columns(Scores<B>& score, const uint32_t (&query)[B::kScoreTiles][4],
                                                   uint32_t (&key)[kKeyBuffers][4], uint32_t address) {
   constexpr int kLoads = B::kScoreTiles / 2;
-  float sums[B::kSums][4] = {};
+  float sums[kSums][4] = {};
 #pragma unroll
   for (int k = 0; k < kLoads; k++) {
     if (k + 1 < kLoads) ptx::ldmatrix_x4(key[(k + 1) % kKeyBuffers], address + (k + 1) * 64);
-    ptx::mma_m16n8k16(sums[2 * k % B::kSums], query[2 * k], key[k % kKeyBuffers][0], key[k % kKeyBuffers][1]);
-    ptx::mma_m16n8k16(sums[(2 * k + 1) % B::kSums], query[2 * k + 1], key[k % kKeyBuffers][2], key[k % kKeyBuffers][3]);
+    ptx::mma_m16n8k16(sums[2 * k % kSums], query[2 * k], key[k % kKeyBuffers][0], key[k % kKeyBuffers][1]);
+    ptx::mma_m16n8k16(sums[(2 * k + 1) % kSums], query[2 * k + 1], key[k % kKeyBuffers][2], key[k % kKeyBuffers][3]);
   }
 #pragma unroll
   for (int i = 0; i < 4; i++) {
     score[0][i] = sums[0][i] + sums[1][i];
 #pragma unroll
-    for (int j = 2; j < B::kSums; j++) score[0][i] += sums[j][i];
+    for (int j = 2; j < kSums; j++) score[0][i] += sums[j][i];
   }
 }
 
 // Scores of 16 queries x 32 keys over half of the columns, stage by stage; those of the other share's keys go to its
 // warp by way of shared memory, and its sums for this share's keys are added.
-// Between the stages it calls `refill`.
-template <class B, class Refill>
+template <class B>
 __device__ __forceinline__ void score_half_columns(Scores<B>& score, const uint32_t (&query)[B::kScoreTiles][4],
                                                    uint32_t (&key)[kKeyBuffers][4], uint32_t address,
-                                                   uint32_t second_barrier, uint32_t parity, float4* partial,
-                                                   Refill refill) {
-  constexpr int kLoads = B::kScoreTiles, kShareThreads = 32 * B::kRowTiles;
+                                                   uint32_t second_barrier, uint32_t parity,
+                                                   float4 (&partial)[2][kNumThreads]) {
+  constexpr int kLoads = B::kScoreTiles;
 #pragma unroll
   for (int half = 0; half < 2; half++) {
-    float sums[2][B::kSums][4] = {};  // of this share's keys and of the other's
+    float sums[2][4] = {};  // of this share's keys and of the other's
 #pragma unroll
     for (int k = 0; k < kLoads; k++) {
       if (k + 1 < kLoads) {
@@ -416,32 +411,21 @@ __device__ __forceinline__ void score_half_columns(Scores<B>& score, const uint3
       }
 #pragma unroll
       for (int g = 0; g < 2; g++)
-        ptx::mma_m16n8k16(sums[g][k % B::kSums], query[k], key[k % kKeyBuffers][2 * g],
-                          key[k % kKeyBuffers][2 * g + 1]);
+        ptx::mma_m16n8k16(sums[g], query[k], key[k % kKeyBuffers][2 * g], key[k % kKeyBuffers][2 * g + 1]);
     }
 #pragma unroll
-    for (int j = 1; j < B::kSums; j++)
-#pragma unroll
-      for (int i = 0; i < 4; i++) {
-        sums[0][0][i] += sums[0][j][i];
-        sums[1][0][i] += sums[1][j][i];
-      }
-#pragma unroll
-    for (int i = 0; i < 4; i++) score[half][i] = sums[0][0][i];
-    const int thread = ptx::thread_index();
-    const int other = thread < kShareThreads ? thread + kShareThreads : thread - kShareThreads;
-    partial[half * 2 * kShareThreads + other] = make_float4(sums[1][0][0], sums[1][0][1], sums[1][0][2], sums[1][0][3]);
-    if (half == 0) refill();
+    for (int i = 0; i < 4; i++) score[half][i] = sums[0][i];
+    partial[half][ptx::thread_index() ^ kNumThreads / 2] = make_float4(sums[1][0], sums[1][1], sums[1][2], sums[1][3]);
   }
-  const int thread = ptx::thread_index();
+  const uint32_t thread = ptx::thread_index();
   ptx::pair_barrier(thread / 32 % B::kRowTiles);
 #pragma unroll
   for (int half = 0; half < 2; half++) {
-    const float4 sum = partial[half * 2 * kShareThreads + thread];
-    score[half][0] += sum.x;
-    score[half][1] += sum.y;
-    score[half][2] += sum.z;
-    score[half][3] += sum.w;
+    const float4 other = partial[half][thread];
+    score[half][0] += other.x;
+    score[half][1] += other.y;
+    score[half][2] += other.z;
+    score[half][3] += other.w;
   }
 }
 
@@ -455,8 +439,7 @@ __global__ void __launch_bounds__(kNumThreads, 1) split_kernel(const __grid_cons
   if (threadIdx.x == 0) {
     for (uint64_t& barrier : shared.full)
       ptx::mbarrier_init(ptx::shared_address(&barrier), B::kBarrierStages * kNumWarps);
-    ptx::mbarrier_init(ptx::shared_address(&shared.q_full), kNumWarps);
-    ptx::mbarrier_init(ptx::shared_address(&shared.second_free), kNumWarps);
+    ptx::mbarrier_init(ptx::shared_address(&shared.q_full), 1);
     ptx::fence_mbarrier_init();
   }
   // Everything that is known by request alone is requested together, before any of it is waited for.
@@ -488,6 +471,7 @@ __global__ void __launch_bounds__(kNumThreads, 1) split_kernel(const __grid_cons
 #pragma unroll
   for (int i = 0; i < B::kNumStages - B::kQueryStages; i++) copier.copy(i, i, i < num_stages);
   if (has_tree_keys) mask.keep(p, shared, at);
+  __syncthreads();
   uint32_t query[B::kScoreTiles][4];
   ptx::mbarrier_wait(ptx::shared_address(&shared.q_full), 0);
   const uint32_t query_address = ptx::shared_address(shared.kv[B::kNumStages - B::kQueryStages]) +
@@ -518,7 +502,7 @@ __global__ void __launch_bounds__(kNumThreads, 1) split_kernel(const __grid_cons
     const uint32_t lane = ptx::thread_index() % 32;
     return ptx::shared_address(shared.prob) + lane % 16 * kProbStride + lane / 16 * 16;
   };
-  const uint32_t full = ptx::shared_address(shared.full), second_free = ptx::shared_address(&shared.second_free);
+  const uint32_t full = ptx::shared_address(shared.full);
   constexpr uint32_t kProbBytes = B::kRows * kProbStride;
   constexpr int kValueLoads = kWarpColumns / 16, kRowTiles = B::kRowTiles;
 
@@ -532,32 +516,20 @@ __global__ void __launch_bounds__(kNumThreads, 1) split_kernel(const __grid_cons
   auto load_first_keys = [&](int step, bool arrived) {
     if (!arrived) ptx::mbarrier_wait(barrier_of(step), parity_of(step));
     const int stage = B::kColumnParts == 1 && at.share >= 2 ? second_stage() : stage0;
-    if (B::kAllScore || at.share < B::kShares) ptx::ldmatrix_x4(key[0], key_offset + stage * kStageBytes);
+    ptx::ldmatrix_x4(key[0], key_offset + stage * kStageBytes);
   };
-  auto score_keys = [&](Scores<B>& score, int step, bool refills) {
-    if constexpr (B::kColumnParts == 1) {
+  auto score_keys = [&](Scores<B>& score, int step) {
+    if constexpr (B::kColumnParts == 1)
       score_all_columns<B>(score, query, key, key_offset + (at.share < 2 ? stage0 : second_stage()) * kStageBytes);
-    } else {
-      // The second stage of the step before is filled again once every warp has loaded its values.
-      auto refill = [&] {
-        if (!refills || step == 0 || 2 * step + 3 >= num_stages) return;
-        ptx::mbarrier_wait(second_free, (step - 1) & 1);
-        copier.copy(2 * step + 3, stage0 == 0 ? B::kNumStages - 1 : stage0 - 1, true);
-      };
-      if (B::kAllScore || at.share < B::kShares) {
-        score_half_columns<B>(score, query, key, key_offset + stage0 * kStageBytes, barrier_of(step) + 8,
-                              parity_of(step), shared.partial, refill);
-      } else {
-        ptx::mbarrier_wait(barrier_of(step) + 8, parity_of(step));
-        refill();
-      }
-    }
+    else
+      score_half_columns<B>(score, query, key, key_offset + stage0 * kStageBytes, barrier_of(step) + 8, parity_of(step),
+                            shared.partial);
   };
   load_first_keys(0, false);
 #pragma unroll 1
   for (int step = 0; step < num_steps; step++) {
     Scores<B> score;
-    score_keys(score, step, true);
+    score_keys(score, step);
     const Place<B> now;
     const uint32_t values = value_offset(now);
     // Values of the first stage: once every warp has them in registers, that stage is free.
@@ -565,14 +537,12 @@ __global__ void __launch_bounds__(kNumThreads, 1) split_kernel(const __grid_cons
 #pragma unroll
     for (int n = 0; n < kValueLoads; n++) ptx::ldmatrix_x4_trans(value[n], values + stage0 * kStageBytes + n * 32);
     const bool at_boundary = step >= boundary_step;
-    float add[2] = {};
+    float add[2];
     const uint32_t prob = (step & 1) * kProbBytes;
     // The reference starts at zero, which suits most rows: only then can it be too high.
     const float lowest = step == 0 ? -kReferenceSlack : -INFINITY;
     const float reference[2] = {shared.row_reference[now.row], shared.row_reference[now.row + 8]};
-    bool outgrown = false;
-    if (B::kAllScore || now.share < B::kShares)
-      outgrown = softmax.exponentiate(score, reference, p.scale_log2, prob_store(now) + prob, lowest, add);
+    const bool outgrown = softmax.exponentiate(score, reference, p.scale_log2, prob_store(now) + prob, lowest, add);
     const uint32_t weights = prob_load() + prob;
     // Weights of a row tile for the first stage, then of each for the second.
     auto load_weights = [&](int index) {
@@ -584,15 +554,14 @@ __global__ void __launch_bounds__(kNumThreads, 1) split_kernel(const __grid_cons
       const Place<B> here;
       // The scores once more: keeping them would cost registers in every step.
       load_first_keys(step, true);
-      score_keys(score, step, false);
+      score_keys(score, step);
       const int first_key = shared.source.first_key + step * kStepKeys, prefix_len = shared.source.prefix_len;
       if (at_boundary) hide_keys(shared, here, score, first_key, prefix_len);
       float reference[2];
       softmax.move_reference(shared, here, score, p.scale_log2, step == 0, reference);
       if (at_boundary)
         clear_dead_keys(shared, here, step_bits(shared.live, first_key, prefix_len), stage0, second_stage());
-      if (B::kAllScore || here.share < B::kShares)
-        softmax.exponentiate(score, reference, p.scale_log2, prob_store(here) + prob, -INFINITY, add);
+      softmax.exponentiate(score, reference, p.scale_log2, prob_store(here) + prob, -INFINITY, add);
       __syncthreads();
       scale_rows(out, shared, here);
       load_weights(0);
@@ -608,13 +577,7 @@ __global__ void __launch_bounds__(kNumThreads, 1) split_kernel(const __grid_cons
     // stages behind them are filled again. One tile of rows after the other, so that the weights and values of the
     // second half are on their way while the first half is multiplied.
     const int next_stage = 2 * step + B::kNumStages;
-    if constexpr (B::kColumnParts == 1) {
-      copier.copy(next_stage - 1, stage0 == 0 ? B::kNumStages - 1 : stage0 - 1,
-                  step > 0 && next_stage - 1 < num_stages);
-    } else {
-      copier.advance(next_stage - 1);
-      copier.copy(next_stage, stage0, next_stage < num_stages);
-    }
+    copier.copy(next_stage - 1, stage0 == 0 ? B::kNumStages - 1 : stage0 - 1, step > 0 && next_stage - 1 < num_stages);
 #pragma unroll
     for (int i = 0; i < kRowTiles; i++) {
 #pragma unroll
@@ -628,15 +591,10 @@ __global__ void __launch_bounds__(kNumThreads, 1) split_kernel(const __grid_cons
 #pragma unroll
     for (int i = 0; i < kRowTiles; i++) {
 #pragma unroll
-      for (int n = 0; n < kValueLoads; n++) multiply(out[i], n, weight[(kRowTiles + i) % 2], value[n]);
+      for (int n = 0; n < kValueLoads; n++) multiply(out[i], n, weight[i % 2], value[n]);
       if (i + 2 < kRowTiles) load_weights(kRowTiles + i + 2);
     }
-    if constexpr (B::kColumnParts == 1) {
-      copier.copy(next_stage, stage0, next_stage < num_stages);
-      copier.advance(next_stage);
-    } else if (now.lane == 0) {
-      ptx::mbarrier_arrive(second_free);
-    }
+    copier.copy(next_stage, stage0, next_stage < num_stages);
 
     stage0 = stage0 + 2 >= B::kNumStages ? stage0 + 2 - B::kNumStages : stage0 + 2;
     if (step + 1 < num_steps) load_first_keys(step + 1, arrived);

@@ -59,14 +59,9 @@ Plan plan_with(int batch_size, int num_rows, int num_sms) {
 // The cheapest kind of block for a context of kTypicalSteps.
 inline Plan plan(int batch_size, int num_tokens, int num_heads, int num_sms) {
   const int num_rows = num_tokens * num_heads;
-#ifdef SGL_EXPERIMENT_TILES
-  return plan_with<Block<SGL_EXPERIMENT_TILES>>(batch_size, num_rows, num_sms);
-#else
-  return std::min(
-      {plan_with<Block<2>>(batch_size, num_rows, num_sms), plan_with<Block<3>>(batch_size, num_rows, num_sms),
-       plan_with<Block<4>>(batch_size, num_rows, num_sms)},
-      [](const Plan& a, const Plan& b) { return a.cost < b.cost; });
-#endif
+  const Plan low = plan_with<LowBlock>(batch_size, num_rows, num_sms);
+  const Plan tall = plan_with<TallBlock>(batch_size, num_rows, num_sms);
+  return tall.cost < low.cost ? tall : low;
 }
 
 inline int64_t workspace_bytes(int batch_size, int num_tokens, int num_heads, int num_splits) {
@@ -87,9 +82,8 @@ inline cudaError_t configure_device() {
   if (cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
   const uint64_t bit = uint64_t{1} << (device % 64);
   if (configured.load(std::memory_order_relaxed) & bit) return cudaSuccess;
-  for (cudaError_t error :
-       {raise_shared_limit<Block<2>>(), raise_shared_limit<Block<3>>(), raise_shared_limit<Block<4>>()})
-    if (error != cudaSuccess) return error;
+  if (cudaError_t error = raise_shared_limit<LowBlock>(); error != cudaSuccess) return error;
+  if (cudaError_t error = raise_shared_limit<TallBlock>(); error != cudaSuccess) return error;
   configured.fetch_or(bit, std::memory_order_relaxed);
   return cudaSuccess;
 }
@@ -128,10 +122,8 @@ inline cudaError_t launch(Params params, int batch_size, int num_sms, cudaStream
     params.choices[i] = splits_of_waves(batch_size * planned.row_blocks, num_sms, i + 1, params.num_splits);
   // Splits are the slowest dimension: row blocks that share keys run side by side, and blocks without work come last.
   const dim3 grid(planned.row_blocks, batch_size, params.num_splits);
-  const auto launch_planned = planned.row_tiles == 2   ? launch_splits<Block<2>>
-                              : planned.row_tiles == 3 ? launch_splits<Block<3>>
-                                                       : launch_splits<Block<4>>;
-  cudaError_t error = launch_planned(grid, params, stream);
+  cudaError_t error = planned.row_tiles == TallBlock::kRowTiles ? launch_splits<TallBlock>(grid, params, stream)
+                                                                : launch_splits<LowBlock>(grid, params, stream);
   if (error != cudaSuccess || params.num_splits == 1) return error;
   const int num_teams = kCombineWarps / params.combine_team;
   return launch_kernel(combine_kernel, dim3(ceil_div(params.num_rows * kCombineParts, num_teams), batch_size),

@@ -17,12 +17,10 @@ __device__ __forceinline__ void fence_mbarrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-__device__ __forceinline__ void mbarrier_expect(uint32_t barrier, int num_bytes) {
-  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(num_bytes) : "memory");
-}
-
-__device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
-  asm volatile("{ .reg .b64 state; mbarrier.arrive.shared::cta.b64 state, [%0]; }" ::"r"(barrier) : "memory");
+__device__ __forceinline__ void mbarrier_arrive_expect(uint32_t barrier, int num_bytes) {
+  asm volatile("{ .reg .b64 state; mbarrier.arrive.expect_tx.shared::cta.b64 state, [%0], %1; }" ::"r"(barrier),
+               "r"(num_bytes)
+               : "memory");
 }
 
 // Returns once the phase of this parity has completed.
