@@ -180,3 +180,9 @@ def test_package_imports_in_a_fresh_process() -> None:
     environment = {"PYTHONPATH": str(Path(kernels.__file__).parents[1]), "PATH": ""}
     result = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, env=environment)
     assert result.returncode == 0 and int(result.stdout) >= 1, result.stderr
+
+
+def test_the_design_note_has_the_library_s_shared_memory() -> None:
+    size = int(_library.library().sgl_sm120_mla_tree_verify_shared_bytes())
+    note = (ROOT / "docs" / "mla_tree_verify.md").read_text()
+    assert f"| shared memory | limit of sm_120: 101,376 | {size:,} bytes |" in note
