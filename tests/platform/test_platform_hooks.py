@@ -21,6 +21,10 @@ class Engine:
     def step(self, count: int) -> int:
         return count
 
+    @staticmethod
+    def stop(count: int) -> int:
+        return count
+
 
 @pytest.fixture
 def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
@@ -59,6 +63,11 @@ def test_replaces_a_method_and_fills_in_a_missing_name(module: ModuleType) -> No
     )
     assert module.Engine().step(1) == 2
     assert module.missing_kernel is kernel
+
+
+def test_a_static_method_stays_one(module: ModuleType) -> None:
+    hooks.install((Hook("sglang.made_up_owner:Engine.stop", ("count",), lambda count: count + 1, "test"),))
+    assert module.Engine().stop(count=1) == module.Engine.stop(1) == 2
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,8 @@ class Hook:
             return
         replacement = _wrap(current, self.body, self.around)
         replacement._reference_hook = self.target  # type: ignore[attr-defined]
-        setattr(owner, name, replacement)
+        is_static = isinstance(inspect.getattr_static(owner, name), staticmethod)
+        setattr(owner, name, staticmethod(replacement) if is_static else replacement)
         if isinstance(owner, ModuleType):
             _rebind_imports(current, replacement)
 
@@ -241,6 +242,12 @@ HOOKS = (
         ("self", "logits", "vocab_mask"),
         kernels.apply_bitmask,
         "it raises on this device and takes the scheduler down",
+    ),
+    Hook(
+        "sglang.srt.constrained.xgrammar_backend:XGrammarGrammarBackend.apply_vocab_mask",
+        ("logits", "vocab_mask"),
+        kernels.apply_bitmask,
+        "it raises on this device where --enable-strict-thinking masks without a grammar",
     ),
     Hook(f"{_DFLASH_UTILS}:is_dflash_sampling_verify_available", (), lambda: True, _NO_SGL_KERNEL),
     Hook(f"{_DFLASH_UTILS}:top_k_renorm_prob", None, sampling.top_k_renorm, _NO_SGL_KERNEL),
