@@ -147,7 +147,7 @@ def build_tree(
     buffers.scores[:bs, nodes] = scores.masked_fill(~valid, -math.inf)
     torch.add(buffers.depths[:bs], committed[:, None], out=buffers.positions[:bs])
     torch.add(valid.sum(1), 1, out=buffers.num_nodes[:bs])
-    _write_links(buffers, bs)
+    write_links(buffers, bs)
     _write_mask(buffers, bs)
 
 
@@ -232,7 +232,8 @@ def _extend_beam(
     return torch.cat([spine, keys[:, 1:]], 1), keys, origins[:, :beam]
 
 
-def _write_links(buffers: TreeBuffers, bs: int) -> None:
+def write_links(buffers: TreeBuffers, bs: int) -> None:
+    """Derive the links to children and siblings of the first `bs` trees from their parents."""
     parents, rows, width = buffers.parents[:bs], buffers.rows, buffers.width
     is_child = parents[:, None, :] == rows[None, :, None]
     same_parent = parents[:, None, :] == parents[:, :, None].masked_fill(parents[:, :, None] < 0, -2)

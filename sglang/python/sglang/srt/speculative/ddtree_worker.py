@@ -19,6 +19,7 @@ from sglang.srt.runtime_context import get_observability
 from sglang.srt.speculative.ddtree_args import budgets_of
 from sglang.srt.speculative.ddtree_commit import move_accepted_rows
 from sglang.srt.speculative.ddtree_draft import TreeDrafter
+from sglang.srt.speculative.ddtree_grammar import TreeGrammar
 from sglang.srt.speculative.ddtree_info import DDTreeVerifyInput, expand_tree_mask, fill_tree_columns
 from sglang.srt.speculative.ddtree_ladder import Ladder, Rung
 from sglang.srt.speculative.ddtree_metrics import TreeMetrics, max_depth
@@ -107,6 +108,7 @@ class DDTreeWorker(DFlashWorkerV2):
         draft_output: Any,
         block_ids: torch.Tensor,
         on_publish: Callable[[torch.Tensor], None] | None,
+        grammar_barrier: Callable[[], None] | None = None,
     ) -> GenerationBatchResult:
         """Finish a decode step after the draft forward.
 
@@ -115,6 +117,7 @@ class DDTreeWorker(DFlashWorkerV2):
             draft_output: the drafter's output with hidden states [bs * D, hidden].
             block_ids: [bs, D] int64, the drafted block; column 0 holds the roots.
             on_publish: takes the new committed lengths [bs] as soon as they exist.
+            grammar_barrier: advances the grammars over the tokens of the step before.
         """
         batch_size = block_ids.shape[0]
         committed = batch.seq_lens
@@ -123,8 +126,13 @@ class DDTreeWorker(DFlashWorkerV2):
             self._tree_drafter.build(hidden, block_ids[:, 0], committed, self._ladder.largest.tree)
         rung = self._ladder.choose(batch.reqs)
         window_slots = self._window_slots(batch, rung.width)
+        grammar = TreeGrammar.stage(rung.tree, batch_size) if batch.has_grammar else None
         logits_output, can_run_cuda_graph = self._verify(batch, window_slots, rung)
-        walk = self._walk(batch, logits_output.next_token_logits, rung, captured=can_run_cuda_graph)
+        if grammar is not None:
+            grammar.mask_logits(logits_output.next_token_logits, batch, grammar_barrier)
+        # The captured walk has seen the logits without masks.
+        captured = can_run_cuda_graph and grammar is None
+        walk = self._walk(batch, logits_output.next_token_logits, rung, captured=captured)
         # Contiguous copies: SGLang's kernels read these as dense vectors.
         accept_lens = walk.accept_lens[:batch_size].to(torch.int32)
         bonus = walk.bonus[:batch_size].contiguous()
