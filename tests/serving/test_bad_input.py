@@ -105,8 +105,17 @@ REQUEST_CASES: dict[str, tuple[bytes, str]] = {
     "temperature negative": (json.dumps({**COMPLETION, "temperature": -1}).encode(), "temperature"),
     "top_p zero": (json.dumps({**COMPLETION, "top_p": 0}).encode(), "top_p"),
     "logprobs": (json.dumps({**COMPLETION, "logprobs": 1}).encode(), "logprobs"),
-    "grammar": (json.dumps({**COMPLETION, "regex": "[a-z]+"}).encode(), "regex"),
-    "json_schema": (json.dumps({**COMPLETION, "json_schema": "{}"}).encode(), "json_schema"),
+    "regex that is open": (json.dumps({**COMPLETION, "regex": "[a-z"}).encode(), "regex"),
+    "ebnf without a rule": (json.dumps({**COMPLETION, "ebnf": 'root ::= "a" rest'}).encode(), "ebnf"),
+    "schema of an unknown type": (json.dumps({**COMPLETION, "json_schema": '{"type": "set"}'}).encode(), "json_schema"),
+    "grammar without an answer": (json.dumps({**COMPLETION, "ebnf": 'root ::= root "a"'}).encode(), "no answer"),
+    "schema that is no JSON": (json.dumps({**COMPLETION, "json_schema": "{"}).encode(), "json_schema"),
+    "two grammars": (json.dumps({**COMPLETION, "regex": "a", "ebnf": 'root ::= "a"'}).encode(), "regex"),
+    "grammar against a stop": (
+        json.dumps({**COMPLETION, "json_schema": '{"type": "object"}', "stop": ["{"]}).encode(),
+        "stop",
+    ),
+    "response_format text": (json.dumps({**COMPLETION, "response_format": "json"}).encode(), "response_format"),
     "token id above": (json.dumps({**COMPLETION, "prompt": [1, 10**6]}).encode(), "input_ids"),
     "token id negative": (json.dumps({**COMPLETION, "prompt": [-1]}).encode(), "input_ids"),
     "top_k beyond int32": (json.dumps({**COMPLETION, "top_k": 2**31}).encode(), "top_k"),
@@ -118,8 +127,41 @@ NATIVE_CASES: dict[str, dict[str, Any]] = {
     "temperature text": {"sampling_params": {"temperature": "a"}},
     "logit_bias text": {"sampling_params": {"logit_bias": {"10": "x"}}},
     "top_k beyond int32": {"sampling_params": {"top_k": 2**31, "temperature": 1}},
+    "stop number": {"sampling_params": {"stop": 5}},
+    "stop list of numbers": {"sampling_params": {"stop": [5]}},
+    "stop_regex open": {"sampling_params": {"stop_regex": "("}},
+    "stop_token_ids text": {"sampling_params": {"stop_token_ids": "x"}},
+    "stop_token_ids above": {"sampling_params": {"stop_token_ids": [10**6], "min_new_tokens": 2}},
+    "ignore_eos text": {"sampling_params": {"ignore_eos": "x"}},
+    "no_stop_trim text": {"sampling_params": {"no_stop_trim": "x"}},
+    "skip_special_tokens number": {"sampling_params": {"skip_special_tokens": 3}},
+    "stream_interval text": {"sampling_params": {"stream_interval": "x"}},
+    "unheard_of option": {"sampling_params": {"unheard_of": 1}},
+    "is_normalized from outside": {"sampling_params": {"is_normalized": True}},
+    "regex number": {"sampling_params": {"regex": 5}},
+    "json_schema object": {"sampling_params": {"json_schema": {"type": "object"}}},
+    "structural_tag list": {"sampling_params": {"structural_tag": "[]"}},
+    "structural_tag unknown": {"sampling_params": {"structural_tag": '{"type": "structural_tag", "format": {}}'}},
     "input_ids above": {"text": None, "input_ids": [1, 2, 10**6]},
     "input_ids negative": {"text": None, "input_ids": [-5, 3]},
+}
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+CHAT_CASES: dict[str, dict[str, Any]] = {
+    "response_format": {"response_format": "json"},
+    "response_format type": {"response_format": {"type": "set"}},
+    "schema missing": {"response_format": {"type": "json_schema"}},
+    "schema number": {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": 5}}},
+    "json_schema type": {
+        "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "set"}}}
+    },
+    "response_format.schema text": {"response_format": {"type": "json_schema", "schema": "{}"}},
+    "parameters of a tool": {
+        "tools": [{"type": "function", "function": {"name": "add", "parameters": {"type": "nope"}}}],
+        "tool_choice": "required",
+    },
+    "tool unknown": {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "absent"}}},
+    "tool_choice unknown": {"tools": [TOOL], "tool_choice": "sometimes"},
+    "tools missing": {"tool_choice": "required"},
 }
 
 
@@ -144,9 +186,17 @@ def test_native_request_is_refused_with_a_reason(name: str, server: Server) -> N
     assert name.split()[0] in answer.decode()
 
 
+@pytest.mark.parametrize("name", CHAT_CASES)
+def test_chat_request_is_refused_with_a_reason(name: str, server: Server) -> None:
+    body = {"model": "default", "messages": [{"role": "user", "content": "x"}], "max_tokens": 4, **CHAT_CASES[name]}
+    status, answer = exchange(f"{server.url}/v1/chat/completions", json.dumps(body).encode())
+    assert status == 400, answer
+    assert name.split()[0] in answer.decode().lower()
+
+
 @pytest.mark.parametrize("option", ["logprobs", "json_schema"])
 def test_refused_stream_sends_no_token(option: str, server: Server) -> None:
-    body = {**COMPLETION, "stream": True, option: 1 if option == "logprobs" else "{}"}
+    body = {**COMPLETION, "stream": True, option: 1 if option == "logprobs" else "{"}
     _, answer = exchange(f"{server.url}/v1/completions", json.dumps(body).encode())
     assert option in answer.decode() and "400" in answer.decode()
     assert '"text"' not in answer.decode()
@@ -163,6 +213,8 @@ def test_prompt_beyond_the_context_is_refused(server: Server, demo_pair: ModelPa
 def test_server_answers_after_refusals(server: Server) -> None:
     for body, _ in REQUEST_CASES.values():
         exchange(f"{server.url}/v1/completions", body)
+    for case in NATIVE_CASES.values():
+        exchange(f"{server.url}/generate", json.dumps({"text": "import", **case}).encode())
     status, answer = exchange(f"{server.url}/v1/completions", json.dumps(COMPLETION).encode())
     assert status == 200, answer
     assert json.loads(answer)["usage"]["completion_tokens"] <= COMPLETION["max_tokens"]

@@ -8,9 +8,11 @@ int32 or a bias beyond float32 raises inside the forward pass, and the server st
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from sglang.srt.sm120.grammars import check_grammar
 from sglang.srt.speculative.ddtree_algorithm import is_ddtree
 from sglang.srt.speculative.ddtree_args import budgets_of
 from sglang.srt.speculative.ddtree_budget import REQUEST_PARAMETER
@@ -20,9 +22,12 @@ if TYPE_CHECKING:
 
 MAX_INT32 = 2**31 - 1
 MAX_FLOAT32 = 3.4028234e38
-_COUNTS = ("max_new_tokens", "min_new_tokens", "top_k", "n")
+_COUNTS = ("max_new_tokens", "min_new_tokens", "top_k", "n", "stream_interval")
 _NUMBERS = ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
-_GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
+_FLAGS = ("ignore_eos", "no_stop_trim", "skip_special_tokens", "spaces_between_special_tokens")
+_STOP_TEXTS = ("stop", "stop_regex")
+# Fields that SGLang fills in itself, or it would take the options for already checked.
+_INTERNAL = ("stop_strs", "stop_regex_strs", "stop_str_max_len", "stop_regex_max_len", "is_normalized")
 
 
 def check_request(obj: Any, input_ids: Sequence[int] | None, server_args: ServerArgs, vocab_size: int) -> None:
@@ -43,12 +48,40 @@ def check_request(obj: Any, input_ids: Sequence[int] | None, server_args: Server
     options = getattr(obj, "sampling_params", None)
     if not isinstance(options, Mapping):
         return
+    _check_names(options)
     _check_values(options)
     _check_budget(options, server_args)
+    _check_stops(options, vocab_size)
+    if server_args.grammar_backend == "xgrammar":
+        check_grammar(options)
     if is_ddtree(server_args.speculative_algorithm):
-        reason = tree_refusal(obj.return_logprob, obj.return_hidden_states, options)
+        reason = tree_refusal(obj.return_logprob, obj.return_hidden_states)
         if reason is not None:
             raise ValueError(reason)
+
+
+def check_response_format(value: Any) -> None:
+    """Refuse a ``response_format`` that is no object, or whose schema is none.
+
+    Raises:
+        ValueError: naming the field; pydantic makes HTTP 400 of it.
+    """
+    parts = {"response_format": value}
+    if isinstance(value, Mapping):
+        parts["response_format.schema"] = schema = value.get("schema")
+        if isinstance(schema, Mapping):
+            parts["response_format.schema.properties"] = schema.get("properties")
+    for name, part in parts.items():
+        if part is not None and not isinstance(part, Mapping):
+            raise ValueError(f"{name}: expected an object, got {part!r}")
+
+
+def _check_names(options: Mapping[str, Any]) -> None:
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    for name in options:
+        if name not in SamplingParams.__struct_fields__ or name in _INTERNAL:
+            raise ValueError(f"sampling_params: expected the options of SamplingParams, got {name!r}; drop it")
 
 
 def _check_values(options: Mapping[str, Any]) -> None:
@@ -60,6 +93,10 @@ def _check_values(options: Mapping[str, Any]) -> None:
         value = options.get(name)
         if value is not None and not _is_number(value):
             raise ValueError(f"{name}: expected a number, got {value!r}")
+    for name in _FLAGS:
+        value = options.get(name)
+        if value is not None and not isinstance(value, bool):
+            raise ValueError(f"{name}: expected true or false, got {value!r}")
     bias = options.get("logit_bias")
     for token, value in bias.items() if isinstance(bias, Mapping) else ():
         if not _is_number(value) or not abs(value) <= MAX_FLOAT32:
@@ -78,17 +115,31 @@ def _check_budget(options: Mapping[str, Any], server_args: ServerArgs) -> None:
         raise ValueError(f"custom_params.{REQUEST_PARAMETER}: expected an integer from 1 to {largest}, got {budget!r}")
 
 
+def _check_stops(options: Mapping[str, Any], vocab_size: int) -> None:
+    for name in _STOP_TEXTS:
+        value = options.get(name)
+        texts = [value] if isinstance(value, str) else [] if value is None else value
+        if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+            raise ValueError(f"{name}: expected a string or a list of strings, got {value!r}")
+        for text in texts if name == "stop_regex" else ():
+            try:
+                re.compile(text)
+            except (re.error, RecursionError, OverflowError) as error:
+                raise ValueError(f"stop_regex: expected regular expressions, got {text!r}: {error}") from None
+    token_ids = options.get("stop_token_ids") or []
+    for token in token_ids if isinstance(token_ids, list) else [token_ids]:
+        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
+            raise ValueError(f"stop_token_ids: expected token ids from 0 to {vocab_size - 1}, got {token!r}")
+
+
 def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)
 
 
-def tree_refusal(return_logprob: Any, return_hidden_states: Any, options: Mapping[str, Any]) -> str | None:
+def tree_refusal(return_logprob: Any, return_hidden_states: Any) -> str | None:
     """Why DDTREE cannot serve a request with these options, or None."""
-    asked = {"logprobs": return_logprob, "return_hidden_states": return_hidden_states}
-    asked |= {name: options.get(name) for name in _GRAMMARS}
-    for name, value in asked.items():
+    for name, value in {"logprobs": return_logprob, "return_hidden_states": return_hidden_states}.items():
         if value:
-            name = f"{name} (also from response_format and tool_choice)" if name in _GRAMMARS else name
             return f"{name}: not supported with --speculative-algorithm DDTREE; drop it or use a server without DDTREE"
     return None
 
@@ -102,8 +153,7 @@ def admission_refusal(req: Any) -> str | None:
 
     params = req.sampling_params
     if is_ddtree(get_spec().speculative_algorithm):
-        options = {name: getattr(params, name) for name in _GRAMMARS}
-        reason = tree_refusal(req.return_logprob, req.return_hidden_states, options)
+        reason = tree_refusal(req.return_logprob, req.return_hidden_states)
         if reason is not None:
             return reason
     if params.min_p > 0 and get_exec().deterministic.enable_deterministic_inference:
