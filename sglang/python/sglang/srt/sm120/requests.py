@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from sglang.srt.speculative.ddtree_algorithm import is_ddtree
+from sglang.srt.speculative.ddtree_algorithm import ALGORITHM, is_ddtree
 from sglang.srt.speculative.ddtree_args import budgets_of
 from sglang.srt.speculative.ddtree_budget import REQUEST_PARAMETER
 
@@ -45,10 +45,9 @@ def check_request(obj: Any, input_ids: Sequence[int] | None, server_args: Server
         return
     _check_values(options)
     _check_budget(options, server_args)
-    if is_ddtree(server_args.speculative_algorithm):
-        reason = tree_refusal(obj.return_logprob, obj.return_hidden_states, options)
-        if reason is not None:
-            raise ValueError(reason)
+    reason = speculation_refusal(server_args.speculative_algorithm, obj.return_hidden_states, options)
+    if reason is not None:
+        raise ValueError(reason)
 
 
 def _check_values(options: Mapping[str, Any]) -> None:
@@ -82,14 +81,21 @@ def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)
 
 
-def tree_refusal(return_logprob: Any, return_hidden_states: Any, options: Mapping[str, Any]) -> str | None:
-    """Why DDTREE cannot serve a request with these options, or None."""
-    asked = {"logprobs": return_logprob, "return_hidden_states": return_hidden_states}
-    asked |= {name: options.get(name) for name in _GRAMMARS}
+def speculation_refusal(algorithm: str | None, return_hidden_states: Any, options: Mapping[str, Any]) -> str | None:
+    """Why this speculative algorithm, as resolved from the command line, cannot serve a request, or None."""
+    asked: dict[str, Any] = {}
+    if algorithm in (ALGORITHM, "DFLASH"):
+        # Verification captures the layers that the drafter reads, not the last one, which the option promises.
+        asked["return_hidden_states"] = return_hidden_states
+    if is_ddtree(algorithm):
+        asked |= {name: options.get(name) for name in _GRAMMARS}
     for name, value in asked.items():
         if value:
             name = f"{name} (also from response_format and tool_choice)" if name in _GRAMMARS else name
-            return f"{name}: not supported with --speculative-algorithm DDTREE; drop it or use a server without DDTREE"
+            return (
+                f"{name}: not supported with --speculative-algorithm {algorithm}; "
+                "drop it or use a server without speculative decoding"
+            )
     return None
 
 
@@ -100,12 +106,13 @@ def admission_refusal(req: Any) -> str | None:
     """
     from sglang.srt.runtime_context import get_exec, get_spec
 
-    params = req.sampling_params
-    if is_ddtree(get_spec().speculative_algorithm):
-        options = {name: getattr(params, name) for name in _GRAMMARS}
-        reason = tree_refusal(req.return_logprob, req.return_hidden_states, options)
-        if reason is not None:
-            return reason
-    if params.min_p > 0 and get_exec().deterministic.enable_deterministic_inference:
+    params, algorithm = req.sampling_params, get_spec().speculative_algorithm
+    options = {name: getattr(params, name) for name in _GRAMMARS}
+    reason = speculation_refusal(algorithm, req.return_hidden_states, options)
+    if reason is not None or not get_exec().deterministic.enable_deterministic_inference:
+        return reason
+    if params.min_p > 0:
         return "min_p: not supported with --enable-deterministic-inference; drop the option or the flag"
+    if params.sampling_seed is not None and params.top_k > 1 and not is_ddtree(algorithm):
+        return f"sampling_seed: not supported with --speculative-algorithm {algorithm}; drop it or use DDTREE"
     return None
