@@ -121,6 +121,9 @@ NATIVE_CASES: dict[str, dict[str, Any]] = {
     "input_ids above": {"text": None, "input_ids": [1, 2, 10**6]},
     "input_ids negative": {"text": None, "input_ids": [-5, 3]},
     "return_hidden_states": {"return_hidden_states": True},
+    "top_logprobs_num above": {"return_logprob": True, "top_logprobs_num": 10**6},
+    "top_logprobs_num negative": {"return_logprob": True, "top_logprobs_num": -1},
+    "logprob_start_len negative": {"return_logprob": True, "logprob_start_len": -2},
     "return_hidden_states last": {"return_hidden_states": "last"},
 }
 

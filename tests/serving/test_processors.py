@@ -14,39 +14,18 @@ from typing import Any
 
 import pytest
 import requests
-import torch
 
+from serving.processors import ForceAtLength, NoRecentToken
 from serving.server import Server
-from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor, DisallowedTokensLogitsProcessor
+from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsProcessor
 
 NEW_TOKENS = 32
 FLAG = "--enable-custom-logit-processor"
+# The servers import the processors by the name that the tests know them by.
+ENVIRONMENT = {"PYTHONPATH": str(Path(__file__).resolve().parents[1])}
 Serve = Callable[..., Server]
 
 
-class NoRecentToken(CustomLogitProcessor):
-    """Bans what the last outputs were; the row's history decides."""
-
-    def __call__(self, logits: torch.Tensor, custom_param_list: list[dict[str, Any]] | None = None) -> torch.Tensor:
-        for row, params in enumerate(custom_param_list or []):
-            recent = list(params["__req__"].output_ids)[-params["window"] :]
-            logits[row, recent] = -float("inf")
-        return logits
-
-
-class ForceAtLength(CustomLogitProcessor):
-    """A thinking budget in small: after so many outputs the next one is given."""
-
-    def __call__(self, logits: torch.Tensor, custom_param_list: list[dict[str, Any]] | None = None) -> torch.Tensor:
-        for row, params in enumerate(custom_param_list or []):
-            if len(params["__req__"].output_ids) == params["length"]:
-                logits[row] = -float("inf")
-                logits[row, params["token"]] = 0.0
-        return logits
-
-
-# The server cannot import this module: classes of the main module travel with their code.
-NoRecentToken.__module__ = ForceAtLength.__module__ = "__main__"
 CASES: dict[str, dict[str, Any]] = {
     "none": {},
     "no recent token": {"processor": NoRecentToken, "params": {"window": 3}},
@@ -86,7 +65,7 @@ def answers(server: Server, prompts: list[str]) -> dict[str, list[list[int]]]:
 
 @pytest.fixture(scope="module")
 def reference(serve: Serve, prompts: list[str]) -> dict[str, list[list[int]]]:
-    return answers(serve(None, FLAG, "--disable-overlap-schedule"), prompts)
+    return answers(serve(None, FLAG, "--disable-overlap-schedule", environment=ENVIRONMENT), prompts)
 
 
 @pytest.mark.parametrize("algorithm", ["DFLASH", "DDTREE"])
@@ -94,13 +73,22 @@ def test_processors_equal_plain_decoding(
     serve: Serve, prompts: list[str], reference: dict[str, list[list[int]]], algorithm: str
 ) -> None:
     """BUG-036: a processor acts on every token of a run, with the history of that token."""
-    found = answers(serve(algorithm, FLAG), prompts)
+    found = answers(serve(algorithm, FLAG, environment=ENVIRONMENT), prompts)
     assert found == reference
     for ids in found["no recent token"]:
         assert all(token not in ids[max(0, index - 3) : index] for index, token in enumerate(ids))
     assert all(ids[13] == 77 for ids in found["force at 13"])
     assert all(ids[6] == 78 for ids in found["force at 6, penalised"])
     assert not any(set(ids) & set(range(20, 120)) for ids in found["disallow"])
+
+
+@pytest.mark.parametrize("text", ["x", '{"callable": "00"}', "{}"])
+def test_text_that_is_no_processor_is_refused(serve: Serve, text: str) -> None:
+    server = serve("DDTREE", FLAG, environment=ENVIRONMENT)
+    body: dict[str, Any] = {"text": "import", "sampling_params": {"max_new_tokens": 2}}
+    refused = requests.post(f"{server.url}/generate", json=body | {"custom_logit_processor": text}, timeout=60)
+    assert refused.status_code == 400 and "custom_logit_processor" in refused.text
+    assert requests.post(f"{server.url}/generate", json=body, timeout=60).status_code == 200
 
 
 def test_processor_is_refused_by_name_without_the_flag(serve: Serve) -> None:

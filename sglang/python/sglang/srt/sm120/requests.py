@@ -44,8 +44,13 @@ def check_request(obj: Any, input_ids: Sequence[int] | None, server_args: Server
     if not isinstance(options, Mapping):
         return
     _check_values(options)
+    _check_logprobs(obj, vocab_size)
     _check_budget(options, server_args)
-    reason = speculation_refusal(server_args.speculative_algorithm, obj.return_hidden_states, options)
+    processor = getattr(obj, "custom_logit_processor", None)
+    if processor and server_args.enable_custom_logit_processor:
+        _check_processor(processor)
+    hidden_states = getattr(obj, "return_hidden_states", None)
+    reason = speculation_refusal(server_args.speculative_algorithm, hidden_states, options)
     if reason is not None:
         raise ValueError(reason)
 
@@ -75,6 +80,25 @@ def _check_budget(options: Mapping[str, Any], server_args: ServerArgs) -> None:
     largest = budgets_of(server_args)[-1]
     if isinstance(budget, bool) or not isinstance(budget, int) or not 1 <= budget <= largest:
         raise ValueError(f"custom_params.{REQUEST_PARAMETER}: expected an integer from 1 to {largest}, got {budget!r}")
+
+
+def _check_logprobs(obj: Any, vocab_size: int) -> None:
+    """More alternatives than tokens, or a start before the prompt, would raise in the forward pass."""
+    bounds = {"top_logprobs_num": (0, vocab_size), "logprob_start_len": (-1, MAX_INT32)}
+    for name, (lowest, highest) in bounds.items():
+        value = getattr(obj, name, None)
+        if isinstance(value, int) and not lowest <= value <= highest:
+            raise ValueError(f"{name}: expected an integer from {lowest} to {highest}, got {value}")
+
+
+def _check_processor(text: Any) -> None:
+    """The scheduler loads the processor when it builds a batch, and stops when that fails."""
+    from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
+
+    try:
+        CustomLogitProcessor.from_str(text)
+    except Exception as error:
+        raise ValueError(f"custom_logit_processor: expected a class from to_str(), got {error!r}") from error
 
 
 def _is_number(value: object) -> bool:
