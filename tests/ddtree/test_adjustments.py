@@ -9,37 +9,67 @@ from typing import Any
 import pytest
 import torch
 
-from sglang.srt.sampling.penaltylib import BatchedMinNewTokensPenalizer
+from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.speculative import dflash_utils
-from sglang.srt.speculative.verify_adjustments import accumulate_output_penalties, apply_min_p, row_headroom
+from sglang.srt.speculative.verify_adjustments import (
+    add_logprobs,
+    adjust_chain,
+    apply_min_p,
+    finish_chain,
+    record_first_tokens,
+    row_headroom,
+)
 
 ROWS, VOCABULARY = 3, 11
+BLOCK = torch.tensor([[4, 5, 6], [9, 9, 9]])
+POSITIONS = torch.tensor([10, 11, 12, 20, 21, 22])
 
 
-class SamplingInfo(SimpleNamespace):
-    """What verification reads of SGLang's SamplingBatchInfo."""
-
-    def __init__(self, **fields: Any) -> None:
-        defaults = {
-            "has_custom_logit_processor": False,
-            "acc_additive_penalties": None,
-            "acc_scaling_penalties": None,
-            "penalizer_orchestrator": None,
-            "grammar_mask": None,
-            "logit_bias": None,
-        }
-        super().__init__(**defaults | fields)
-
-    def __len__(self) -> int:
-        return 2
-
-
-def adjusted(logits: torch.Tensor, **fields: Any) -> torch.Tensor:
-    result = logits.clone()
-    dflash_utils.apply_dflash_verify_logits_adjustments(
-        next_token_logits=result, sampling_info=SamplingInfo(**fields), draft_token_num=ROWS
+def request(**options: Any) -> Any:
+    defaults = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0, "min_new_tokens": 0}
+    return SimpleNamespace(
+        sampling_params=SimpleNamespace(**defaults | options),
+        origin_input_ids=[1] * 10,
+        output_ids=[],
     )
-    return result
+
+
+def batch_of(reqs: list[Any], **fields: Any) -> Any:
+    """What verification reads of SGLang's ScheduleBatch; penalties are announced as its scheduler does."""
+    defaults: dict[str, Any] = {
+        "temperatures": torch.ones(2, 1),
+        "top_ps": torch.ones(2),
+        "top_ks": torch.ones(2, dtype=torch.int32),
+        "min_ps": torch.zeros(2),
+        "is_all_greedy": True,
+        "is_any_greedy": True,
+        "need_top_p_sampling": False,
+        "need_top_k_sampling": False,
+        "need_min_p_sampling": False,
+        "vocab_size": VOCABULARY,
+        "acc_additive_penalties": torch.full((2, VOCABULARY), 7.0),
+    }
+    return SimpleNamespace(
+        reqs=reqs,
+        req_pool_indices=torch.tensor([2, 0]),
+        sampling_info=SamplingBatchInfo(**defaults | fields),
+        return_logprob=False,
+        seq_lens=torch.tensor([10, 20]),
+        top_logprobs_nums=[2, 0],
+        token_ids_logprobs=[None, [3, 1]],
+    )
+
+
+@pytest.fixture
+def worker() -> Any:
+    return SimpleNamespace(
+        device="cpu",
+        block_size=ROWS,
+        model_runner=SimpleNamespace(
+            model_config=SimpleNamespace(vocab_size=VOCABULARY),
+            req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros(4, 30)),
+        ),
+    )
 
 
 @pytest.fixture
@@ -47,57 +77,68 @@ def logits() -> torch.Tensor:
     return torch.randn(2 * ROWS, VOCABULARY, generator=torch.Generator().manual_seed(3))
 
 
-def test_additive_penalties_reach_every_row_of_their_request(logits: torch.Tensor) -> None:
-    penalties = torch.zeros(2, VOCABULARY)
-    penalties[0, 4], penalties[1, 9] = -50.0, -70.0
-    change = adjusted(logits, acc_additive_penalties=penalties) - logits
-    expected = torch.zeros_like(logits)
-    expected[:ROWS, 4], expected[ROWS:, 9] = -50.0, -70.0
-    torch.testing.assert_close(change, expected, atol=1e-5, rtol=1e-5)
+def test_each_chain_row_is_penalised_by_the_rows_before_it(worker: Any, logits: torch.Tensor) -> None:
+    batch = batch_of([request(frequency_penalty=1.0), request(presence_penalty=2.0)])
+    record_first_tokens(worker, batch, torch.tensor([5, 9]))
+    finish_chain(worker, batch, SimpleNamespace(), torch.tensor([[6, 4, 0], [9, 0, 0]]), torch.tensor([2, 1]))
+    before = logits.clone()
+    adjust_chain(worker, batch, BLOCK, POSITIONS, logits)
+    change = (before - logits).round(decimals=4)
+    assert change[:ROWS, 4:7].tolist() == [[1, 1, 1], [1, 2, 1], [1, 2, 2]]
+    assert change[ROWS:, 9].tolist() == [2, 2, 2]
+    assert change.count_nonzero() == 12
 
 
-def test_repetition_penalty_lowers_both_signs(logits: torch.Tensor) -> None:
-    factors = torch.ones(2, VOCABULARY)
-    factors[1, 5] = 2.0
-    logits[ROWS, 5], logits[ROWS + 1, 5] = 3.0, -3.0
-    result = adjusted(logits, acc_scaling_penalties=factors)
-    assert result[ROWS, 5] == 1.5 and result[ROWS + 1, 5] == -6.0
-    factors[1, 5] = 1.0
-    untouched = torch.ones_like(logits, dtype=torch.bool)
-    untouched[ROWS:, 5] = False
-    assert torch.equal(result[untouched], logits[untouched])
-
-
-def test_logit_bias_is_added_after_the_penalties(logits: torch.Tensor) -> None:
-    factors, bias = torch.full((2, VOCABULARY), 2.0), torch.full((2, VOCABULARY), 1.0)
+def test_logit_bias_is_added_after_the_penalties(worker: Any, logits: torch.Tensor) -> None:
+    bias = torch.full((2, VOCABULARY), 1.0)
+    batch = batch_of([request(repetition_penalty=2.0), request(repetition_penalty=2.0)], logit_bias=bias)
+    record_first_tokens(worker, batch, torch.tensor([0, 0]))
+    every_token = torch.arange(VOCABULARY).expand(2, -1)
+    finish_chain(worker, batch, SimpleNamespace(), every_token, torch.tensor([VOCABULARY] * 2))
     positive = logits.abs()
-    result = adjusted(positive, acc_scaling_penalties=factors, logit_bias=bias)
-    torch.testing.assert_close(result, positive / 2 + 1)
+    expected = positive / 2 + 1
+    adjust_chain(worker, batch, BLOCK, POSITIONS, positive)
+    torch.testing.assert_close(positive, expected)
 
 
-def test_no_penalty_changes_nothing(logits: torch.Tensor) -> None:
-    assert torch.equal(adjusted(logits), logits)
-
-
-def penalized_batch(required: bool, fed: list[int]) -> Any:
-    counter = SimpleNamespace(is_prepared=lambda: True, len_output_tokens=torch.zeros(2, 1, dtype=torch.int32))
-    orchestrator = SimpleNamespace(is_required=required, penalizers={BatchedMinNewTokensPenalizer: counter})
-    return SimpleNamespace(
-        device="cpu",
-        reqs=[SimpleNamespace(output_ids=[1, 2, 3]), SimpleNamespace(output_ids=[])],
-        sampling_info=SimpleNamespace(penalizer_orchestrator=orchestrator),
-        cumulate_penalty_output_tokens=lambda: fed.append(1),
-        counter=counter,
+def test_nothing_is_left_for_the_release_to_apply(worker: Any, logits: torch.Tensor) -> None:
+    batch = batch_of([request(), request()], logit_bias=torch.ones(2, VOCABULARY))
+    left = adjust_chain(worker, batch, BLOCK, POSITIONS, logits)
+    adjusted = logits.clone()
+    dflash_utils.apply_dflash_verify_logits_adjustments(
+        next_token_logits=logits, sampling_info=left, draft_token_num=ROWS
     )
+    assert torch.equal(logits, adjusted)
+    assert left.temperatures is batch.sampling_info.temperatures
 
 
-@pytest.mark.parametrize("required", [True, False])
-def test_generated_tokens_are_fed_once_a_step(required: bool) -> None:
-    fed: list[int] = []
-    batch = penalized_batch(required, fed)
-    accumulate_output_penalties(batch)
-    assert fed == [1] * required
-    assert batch.counter.len_output_tokens.tolist() == ([[3], [0]] if required else [[0], [0]])
+def test_without_options_nothing_changes_and_nothing_is_kept(worker: Any, logits: torch.Tensor) -> None:
+    batch = batch_of([request(), request()], acc_additive_penalties=None)
+    before = logits.clone()
+    record_first_tokens(worker, batch, torch.tensor([5, 9]))
+    adjust_chain(worker, batch, BLOCK, POSITIONS, logits)
+    finish_chain(worker, batch, SimpleNamespace(), BLOCK, torch.tensor([2, 1]))
+    assert torch.equal(logits, before)
+    assert all(table is None for table in vars(vars(worker)["_verify_outputs"]).values())
+
+
+@pytest.mark.parametrize("temperature", [None, 0.5])
+def test_logprobs_are_read_where_each_token_was_drawn(logits: torch.Tensor, temperature: float | None) -> None:
+    """BUG-033: an entry for each token of a run, from rows that are scattered over the tree."""
+    batch = batch_of([request(), request()], is_all_greedy=temperature is None)
+    batch.sampling_info.temperatures.fill_(temperature or 1.0)
+    batch.return_logprob = True
+    accept_index, runs = torch.tensor([[0, 2], [0, -1]]), torch.tensor([[7, 8], [10, 0]])
+    output: Any = SimpleNamespace(next_token_logits=logits)
+    add_logprobs(batch, output, accept_index, runs)
+    expected = (logits / (temperature or 1.0)).log_softmax(-1)
+    found = output.next_token_logprobs
+    assert found.shape == (2, 2)
+    torch.testing.assert_close(found[0], torch.stack([expected[0, 7], expected[2, 8]]))
+    torch.testing.assert_close(found[1, 0], expected[ROWS, 10])
+    top, ids = output.next_token_top_logprobs_val, output.next_token_token_ids_logprobs_val
+    torch.testing.assert_close(top[1], expected[2].sort(descending=True).values[:2])
+    torch.testing.assert_close(ids[2], expected[ROWS, [3, 1]])
 
 
 def test_min_p_keeps_what_reaches_the_threshold() -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draft top-k, tree and walk inside one CUDA graph: replayed on new inputs they give what the CPU gives.
+"""Draft top-k, tree, penalties and walk inside one CUDA graph: replayed on new inputs they give what the CPU gives.
 
-Tree and walk must be equal. The CPU builds from the GPU's log-probabilities, because the two round sums differently.
+Tree and walks must be equal. The CPU builds from the GPU's log-probabilities, because the two round sums differently.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import pytest
 import torch
 from ddtree_tree import TreeBuffers, build_tree, draft_log_probs
 from ddtree_walk import TOP_K_ALL, SamplingRows, WalkBuffers, walk_logits, walk_tree
+from verify_penalties import OutputCounts, Penalties, VerifyRows, penalize
 
 pytestmark = pytest.mark.gpu
 
@@ -27,6 +28,19 @@ class Step:
         self.tree = TreeBuffers.allocate(BS, BUDGET, DEPTH, device)
         self.greedy = WalkBuffers.allocate(BS, DEPTH, device)
         self.sampled = WalkBuffers.allocate(BS, DEPTH, device)
+        self.penalised = WalkBuffers.allocate(BS, DEPTH, device)
+        self.slots = torch.tensor([4, 0, 2], device=device)
+        self.counts = OutputCounts(5, VOCAB, device)
+        self.penalties = Penalties(
+            frequency=torch.tensor([[2.0], [0.0], [-0.5]], device=device),
+            presence=torch.tensor([[0.0], [1.0], [0.7]], device=device),
+            repetition=torch.tensor([[1.0], [1.5], [0.8]], device=device),
+            stop_ids=torch.tensor([[7, 9], [0, 0], [0, 3]], device=device),
+            stop_bias=torch.tensor([[-torch.inf, -torch.inf], [0.0, 0.0], [-torch.inf, -torch.inf]], device=device),
+            stops_from=torch.full((BS, 1), 50_000, device=device),
+            needs_counts=True,
+            needs_repetition=True,
+        )
         self.sampling = SamplingRows(
             temperatures=torch.full((BS, 1), 0.8, device=device),
             top_ks=torch.tensor([20, TOP_K_ALL, 1], dtype=torch.int32, device=device),
@@ -58,6 +72,14 @@ class Step:
         build_tree(self.log_probs, self.token_ids, self.roots, self.committed, self.tree)
         walk_tree(self.target_logits.argmax(-1).view(BS, BUDGET + 1), self.tree, self.greedy)
         walk_logits(self.target_logits, self.tree, self.sampling, self.sampled)
+        logits = self.target_logits.clone()
+        rows = VerifyRows(self.tree.token_ids, self.tree.positions, self.tree.mask)
+        penalize(logits, rows, self.penalties, self.counts.take(self.slots))
+        walk_tree(logits.argmax(-1).view(BS, BUDGET + 1), self.tree, self.penalised)
+        self.counts.add(self.slots, self.penalised.out_tokens, self.penalised.accept_lens)
+
+    def restart_counts(self) -> None:
+        self.counts.restart(self.slots, [[1, 1, 2], [], [5]], self.roots)
 
 
 def captured(step: Step) -> torch.cuda.CUDAGraph:
@@ -76,7 +98,9 @@ def captured(step: Step) -> torch.cuda.CUDAGraph:
 def test_replays_equal_the_cpu() -> None:
     gpu, cpu = Step("cuda"), Step("cpu")
     graph = captured(gpu)
-    accepted = 0
+    for step in (gpu, cpu):
+        step.restart_counts()
+    accepted = changed = 0
     for seed in range(20):
         gpu.load(seed)
         cpu.load(seed)
@@ -90,10 +114,14 @@ def test_replays_equal_the_cpu() -> None:
             assert torch.equal(getattr(gpu.tree, name).cpu(), getattr(cpu.tree, name)), (seed, name)
         for name in ("accept_index", "accept_lens", "out_tokens", "bonus"):
             assert torch.equal(getattr(gpu.greedy, name).cpu(), getattr(cpu.greedy, name)), (seed, name)
+            assert torch.equal(getattr(gpu.penalised, name).cpu(), getattr(cpu.penalised, name)), (seed, name)
         # The third request of the mixed batch is greedy, the others draw.
         assert torch.equal(gpu.sampled.out_tokens[2].cpu(), cpu.greedy.out_tokens[2]), seed
         assert 0 <= int(gpu.sampled.out_tokens.min()) and int(gpu.sampled.out_tokens.max()) < VOCAB
         accepted += int(gpu.greedy.accept_lens.sum()) - BS
+        changed += int((cpu.penalised.out_tokens != cpu.greedy.out_tokens).sum())
+    assert torch.equal(gpu.counts.take(gpu.slots).cpu(), cpu.counts.take(cpu.slots))
+    assert changed > 5, "penalties must change tokens for this test to say anything"
     assert accepted > 20, "drafts must be accepted for this test to say anything"
 
 

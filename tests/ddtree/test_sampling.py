@@ -20,6 +20,7 @@ import torch
 from ddtree_tree import TreeBuffers, build_tree
 from ddtree_walk import TOP_K_ALL, SamplingRows, WalkBuffers, draw_tokens, walk_logits, walk_tree
 from scipy import stats
+from verify_penalties import OutputCounts, Penalties, VerifyRows, penalize
 
 VOCAB, DEPTH, BUDGET, LENGTH = 5, 3, 7, 3
 START = (2, 4)  # the two tokens before the text
@@ -32,10 +33,13 @@ DRAFT = torch.randn((VOCAB, DEPTH, VOCAB), generator=torch.Generator().manual_se
 
 @dataclass
 class Filter:
+    """Options of one request; `penalty` is frequency, presence, repetition."""
+
     temperature: float = 1.0
     top_k: int | None = None
     top_p: float = 1.0
     min_p: float = 0.0
+    penalty: tuple[float, float, float] | None = None
 
     def rows(self, n: int, seeds: torch.Tensor | None = None) -> SamplingRows:
         greedy = self.top_k == 1
@@ -52,8 +56,20 @@ class Filter:
             need_min_p=self.min_p > 0.0,
         )
 
-    def exact(self, before: int, last: int) -> np.ndarray:
-        return oracle.distribution(TARGET[before, last].numpy(), self.temperature, self.top_k, self.top_p, self.min_p)
+    def penalties(self, n: int) -> Penalties:
+        frequency, presence, repetition = (torch.full((n, 1), value) for value in self.penalty or (0.0, 0.0, 1.0))
+        nothing = torch.zeros((n, 0), dtype=torch.int64)
+        return Penalties(frequency, presence, repetition, nothing, nothing, torch.zeros((n, 1)), True, True)
+
+    def exact(self, before: int, last: int, text: tuple[int, ...] = ()) -> np.ndarray:
+        """Probabilities of the token after `before`, `last`, of which `text` has been generated."""
+        logits = TARGET[before, last].double().numpy().copy()
+        if self.penalty is not None:
+            frequency, presence, repetition = self.penalty
+            for token in set(text):
+                logits[token] -= frequency * text.count(token) + presence
+                logits[token] *= repetition if logits[token] < 0 else 1 / repetition
+        return oracle.distribution(logits, self.temperature, self.top_k, self.top_p, self.min_p)
 
 
 FILTERS = {
@@ -63,6 +79,8 @@ FILTERS = {
     "top-p": Filter(top_p=0.8),
     "min-p": Filter(min_p=0.2),
     "all": Filter(temperature=1.3, top_k=4, top_p=0.9, min_p=0.1),
+    "penalties": Filter(penalty=(0.8, 0.6, 1.5)),
+    "all and penalties": Filter(temperature=1.3, top_k=4, top_p=0.9, min_p=0.1, penalty=(1.2, -0.5, 1.3)),
 }
 
 # (logits [n * T, V], tree, out) -> None: fills `out`
@@ -95,10 +113,10 @@ def generate(walk: Walk, n: int, length: int = LENGTH, budget: int = BUDGET) -> 
 @functools.cache
 def text_probabilities(name: str) -> np.ndarray:
     """Exact probabilities of all texts, in the order of their number in base VOCAB."""
-    sampling = FILTERS[name]
-    draw = {pair: sampling.exact(*pair) for pair in itertools.product(range(VOCAB), repeat=2)}
+    draw = functools.cache(FILTERS[name].exact)
     probabilities = [
-        draw[START][a] * draw[START[1], a][b] * draw[a, b][c] for a, b, c in itertools.product(range(VOCAB), repeat=3)
+        draw(*START)[a] * draw(START[1], a, (a,))[b] * draw(a, b, (a, b))[c]
+        for a, b, c in itertools.product(range(VOCAB), repeat=3)
     ]
     return np.array(probabilities)
 
@@ -119,13 +137,35 @@ def p_value(texts: torch.Tensor, name: str) -> float:
     return float(stats.chisquare(cells, expected_cells).pvalue)
 
 
-def correct_walk(sampling: Filter, seed: int) -> Walk:
-    generator = torch.Generator().manual_seed(seed)
+def walk_of(
+    sampling: Filter,
+    n: int,
+    generator: torch.Generator | None = None,
+    seeds: torch.Tensor | None = None,
+    visible: torch.Tensor | None = None,
+) -> Walk:
+    """A step of the worker for n texts that have nothing generated yet; `visible` replaces the tree's own mask."""
+    counts = OutputCounts(n, VOCAB, "cpu")
+    slots = torch.arange(n)
 
     def walk(logits: torch.Tensor, tree: TreeBuffers, out: WalkBuffers) -> None:
-        walk_logits(logits, tree, sampling.rows(tree.max_bs), out, generator=generator)
+        rows = VerifyRows(tree.token_ids, tree.positions, tree.mask if visible is None else visible)
+        if sampling.penalty is not None:
+            penalize(logits, rows, sampling.penalties(n), counts.take(slots))
+        walk_logits(logits, tree, sampling.rows(n, seeds), out, generator=generator)
+        counts.add(slots, out.out_tokens, out.accept_lens)
 
     return walk
+
+
+def correct_walk(sampling: Filter, seed: int) -> Walk:
+    return walk_of(sampling, NUM_TEXTS, torch.Generator().manual_seed(seed))
+
+
+def committed_counts_walk(sampling: Filter, seed: int) -> Walk:
+    """Wrong on purpose: penalties do not see the tokens between the root and a row."""
+    blind = torch.zeros((1, BUDGET + 1, BUDGET + 1), dtype=torch.bool)
+    return walk_of(sampling, NUM_TEXTS, torch.Generator().manual_seed(seed), visible=blind)
 
 
 def argmax_path_walk(sampling: Filter, seed: int) -> Walk:
@@ -135,7 +175,7 @@ def argmax_path_walk(sampling: Filter, seed: int) -> Walk:
     def walk(logits: torch.Tensor, tree: TreeBuffers, out: WalkBuffers) -> None:
         n, width = tree.max_bs, tree.width
         positions = torch.zeros(n * width, dtype=torch.int64)
-        sampled = draw_tokens(logits, sampling.rows(n).repeat(width), positions, generator=generator).view(n, width)
+        sampled = draw_tokens(logits, sampling.rows(n * width), positions, generator=generator).view(n, width)
         walk_tree(logits.argmax(-1).view(n, width), tree, out)
         tip = out.accept_lens.long()[:, None] - 1
         out.out_tokens.scatter_(1, tip, sampled.gather(1, out.accept_index.gather(1, tip)))
@@ -173,15 +213,19 @@ def correct_texts(name: str) -> tuple[torch.Tensor, float]:
 
 @pytest.mark.parametrize("name", FILTERS)
 def test_texts_have_the_exact_distribution(name: str) -> None:
+    """BUG-022: a request with temperature is drawn from the target, whatever filters and penalties it has."""
     texts, accept_length = correct_texts(name)
     assert accept_length > 1.5, "the tree must accept drafts for this test to say anything"
     assert p_value(texts, name) > 1e-3
 
 
-@pytest.mark.parametrize("wrong", [argmax_path_walk, ratio_walk])
-def test_wrong_walks_fail_the_same_test(wrong: Callable[[Filter, int], Walk]) -> None:
-    texts, _ = generate(wrong(FILTERS["temperature 1"], 7), NUM_TEXTS)
-    assert p_value(texts, "temperature 1") < 1e-9
+@pytest.mark.parametrize(
+    ("wrong", "name"),
+    [(argmax_path_walk, "temperature 1"), (ratio_walk, "temperature 1"), (committed_counts_walk, "penalties")],
+)
+def test_wrong_walks_fail_the_same_test(wrong: Callable[[Filter, int], Walk], name: str) -> None:
+    texts, _ = generate(wrong(FILTERS[name], 7), NUM_TEXTS)
+    assert p_value(texts, name) < 1e-9
 
 
 @pytest.mark.parametrize("name", FILTERS)
@@ -238,7 +282,7 @@ def plain_text(sampling: Filter, seed: int, length: int) -> list[int]:
     """Seeded decoding without speculation: noise by token id, or by rank as soon as anything is filtered."""
     history = list(START)
     for step in range(length):
-        probs = sampling.exact(*history[-2:])
+        probs = sampling.exact(history[-2], history[-1], tuple(history[2:]))
         filtered = sampling.top_k is not None or sampling.top_p != 1.0 or sampling.min_p > 0.0
         columns = np.argsort(-probs) if filtered else np.arange(VOCAB)
         scores = {
@@ -254,11 +298,7 @@ def plain_text(sampling: Filter, seed: int, length: int) -> list[int]:
 @pytest.mark.parametrize("budget", [1, 7, 16])
 def test_seeded_text_is_the_text_without_speculation(name: str, budget: int, numpy_noise: None) -> None:
     sampling, seeds = FILTERS[name], torch.tensor([1, 2, 3, 2, 77, 123_456_789])
-
-    def walk(logits: torch.Tensor, tree: TreeBuffers, out: WalkBuffers) -> None:
-        walk_logits(logits, tree, sampling.rows(len(seeds), seeds), out)
-
-    texts, _ = generate(walk, len(seeds), length=12, budget=budget)
+    texts, _ = generate(walk_of(sampling, len(seeds), seeds=seeds), len(seeds), length=12, budget=budget)
     assert texts.tolist() == [plain_text(sampling, seed, 12) for seed in seeds.tolist()]
     assert len({tuple(text) for text in texts.tolist()}) == 5, "different seeds, different texts"
 
@@ -278,9 +318,10 @@ def test_seeded_row_does_not_depend_on_its_neighbours(numpy_noise: None) -> None
 
 
 def test_same_generator_state_gives_the_same_texts() -> None:
-    first, _ = generate(correct_walk(FILTERS["all"], seed=5), 200)
-    second, _ = generate(correct_walk(FILTERS["all"], seed=5), 200)
-    other, _ = generate(correct_walk(FILTERS["all"], seed=6), 200)
+    first, second, other = (
+        generate(walk_of(FILTERS["all and penalties"], 200, torch.Generator().manual_seed(seed)), 200)[0]
+        for seed in (5, 5, 6)
+    )
     assert torch.equal(first, second)
     assert not torch.equal(first, other)
 
@@ -300,12 +341,12 @@ class BatchInfo:
     need_min_p_sampling = True
 
 
-def test_parameters_come_from_the_batch_and_repeat_by_request() -> None:
-    params = SamplingRows.from_batch(BatchInfo()).repeat(2)
-    assert params.temperatures.flatten().tolist() == [0.5, 0.5, 1.0, 1.0]
-    assert params.top_ks.tolist() == [TOP_K_ALL, TOP_K_ALL, 1, 1]
-    assert params.top_ps.tolist() == pytest.approx([0.9, 0.9, 1.0, 1.0])
-    assert params.min_ps.tolist() == pytest.approx([0.1, 0.1, 0.0, 0.0])
-    assert params.seeds is not None and params.seeds.tolist() == [3, 3, 4, 4]
+def test_parameters_come_from_the_batch() -> None:
+    params = SamplingRows.from_batch(BatchInfo())
+    assert params.temperatures.flatten().tolist() == [0.5, 1.0]
+    assert params.top_ks.tolist() == [TOP_K_ALL, 1]
+    assert params.top_ps.tolist() == pytest.approx([0.9, 1.0])
+    assert params.min_ps.tolist() == pytest.approx([0.1, 0.0])
+    assert params.seeds is not None and params.seeds.tolist() == [3, 4]
     assert (params.all_greedy, params.any_greedy) == (False, True)
     assert params.need_top_k and params.need_top_p and params.need_min_p

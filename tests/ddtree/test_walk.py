@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The walk against plain Python: known draws, draws step by step, adjustments along the path, slots of the commit."""
+"""The walk against plain Python: known draws, draws step by step, slots of the commit."""
 
 from __future__ import annotations
 
@@ -109,40 +109,6 @@ def test_rows_that_do_not_fit_the_batch_are_refused() -> None:
         walk_tree(lambda rows, path, step: rows, tree, poisoned(2, 7))
 
 
-def test_adjustment_sees_the_path_of_each_row() -> None:
-    """A penalty that forbids each token its second use, so that the result depends on the path."""
-    vocab, depth = 6, 5
-    tree = random_tree(3, 24, depth, vocab, 11)
-    logits = torch.randn((3 * 25, vocab), generator=torch.Generator().manual_seed(12))
-
-    def forbid_repeats(current: torch.Tensor, path: torch.Tensor, step: int) -> torch.Tensor:
-        used = torch.zeros_like(current).scatter_add_(1, path[:, :step], torch.ones_like(path[:, :step]).float())
-        return current - 100.0 * used
-
-    out = poisoned(3, depth)
-    before = logits.clone()
-    walk_logits(logits, tree, greedy_rows(3), out, adjust=forbid_repeats)
-    assert torch.equal(logits, before)
-    changed = False
-    for b in range(3):
-        draws = []
-        for row in range(25):
-            path, ancestor = [], row
-            while ancestor > 0:
-                path.append(int(tree.token_ids[b, ancestor]))
-                ancestor = int(tree.parents[b, ancestor])
-            scores = logits[b * 25 + row].clone()
-            for token in path:
-                scores[token] -= 100.0
-            draws.append(int(scores.argmax()))
-        rows, tokens = oracle.walk(tree.parents[b].tolist(), tree.token_ids[b].tolist(), draws)
-        assert out.accept_index[b, : len(rows)].tolist() == rows and int(out.accept_lens[b]) == len(rows)
-        assert out.out_tokens[b, : len(rows)].tolist() == tokens
-        plain = logits[b * 25 : (b + 1) * 25].argmax(-1).tolist()
-        changed |= oracle.walk(tree.parents[b].tolist(), tree.token_ids[b].tolist(), plain) != (rows, tokens)
-    assert changed, "the penalty must make a difference for this test to say anything"
-
-
 def test_walk_needs_no_values_on_the_host() -> None:
     # Tensors on the meta device have shapes and no values: a host read or a shape that depends on data raises.
     tree = TreeBuffers.allocate(2, 16, 7, "meta")
@@ -162,7 +128,7 @@ def test_walk_needs_no_values_on_the_host() -> None:
         need_top_p=True,
         need_min_p=True,
     )
-    walk_logits(logits, tree, sampled, out, adjust=lambda current, path, step: current + step)
+    walk_logits(logits, tree, sampled, out)
     accepted_slots(torch.empty((2, 17), dtype=torch.int64, device="meta"), out.accept_index)
 
 

@@ -104,7 +104,7 @@ REQUEST_CASES: dict[str, tuple[bytes, str]] = {
     "max_tokens negative": (json.dumps({**COMPLETION, "max_tokens": -1}).encode(), "max_"),
     "temperature negative": (json.dumps({**COMPLETION, "temperature": -1}).encode(), "temperature"),
     "top_p zero": (json.dumps({**COMPLETION, "top_p": 0}).encode(), "top_p"),
-    "logprobs": (json.dumps({**COMPLETION, "logprobs": 1}).encode(), "logprobs"),
+    "hidden states": (json.dumps({**COMPLETION, "return_hidden_states": True}).encode(), "return_hidden_states"),
     "regex that is open": (json.dumps({**COMPLETION, "regex": "[a-z"}).encode(), "regex"),
     "ebnf without a rule": (json.dumps({**COMPLETION, "ebnf": 'root ::= "a" rest'}).encode(), "ebnf"),
     "schema of an unknown type": (json.dumps({**COMPLETION, "json_schema": '{"type": "set"}'}).encode(), "json_schema"),
@@ -144,6 +144,11 @@ NATIVE_CASES: dict[str, dict[str, Any]] = {
     "structural_tag unknown": {"sampling_params": {"structural_tag": '{"type": "structural_tag", "format": {}}'}},
     "input_ids above": {"text": None, "input_ids": [1, 2, 10**6]},
     "input_ids negative": {"text": None, "input_ids": [-5, 3]},
+    "return_hidden_states": {"return_hidden_states": True},
+    "top_logprobs_num above": {"return_logprob": True, "top_logprobs_num": 10**6},
+    "top_logprobs_num negative": {"return_logprob": True, "top_logprobs_num": -1},
+    "logprob_start_len negative": {"return_logprob": True, "logprob_start_len": -2},
+    "return_hidden_states last": {"return_hidden_states": "last"},
 }
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 CHAT_CASES: dict[str, dict[str, Any]] = {
@@ -194,12 +199,21 @@ def test_chat_request_is_refused_with_a_reason(name: str, server: Server) -> Non
     assert name.split()[0] in answer.decode().lower()
 
 
-@pytest.mark.parametrize("option", ["logprobs", "json_schema"])
+@pytest.mark.parametrize("option", ["return_hidden_states", "json_schema"])
 def test_refused_stream_sends_no_token(option: str, server: Server) -> None:
-    body = {**COMPLETION, "stream": True, option: 1 if option == "logprobs" else "{"}
+    body = {**COMPLETION, "stream": True, option: True if option == "return_hidden_states" else "{"}
     _, answer = exchange(f"{server.url}/v1/completions", json.dumps(body).encode())
     assert option in answer.decode() and "400" in answer.decode()
     assert '"text"' not in answer.decode()
+
+
+def test_chain_refuses_hidden_states(serve: Callable[..., Server]) -> None:
+    """Without overlap the release lets the option through and returns nothing."""
+    server = serve("DFLASH", "--disable-overlap-schedule", "--enable-return-hidden-states")
+    body = json.dumps({"text": "import", "return_hidden_states": True}).encode()
+    status, answer = exchange(f"{server.url}/generate", body)
+    assert status == 400, answer
+    assert "return_hidden_states" in answer.decode() and "DFLASH" in answer.decode()
 
 
 def test_prompt_beyond_the_context_is_refused(server: Server, demo_pair: ModelPair) -> None:

@@ -56,13 +56,30 @@ def test_logit_bias_equals_plain_decoding(serve: Serve, algorithm: str) -> None:
     assert found == generate(serve(None), logit_bias=bias)
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+def test_seeded_runs_repeat_under_penalties(serve: Serve, overlap: bool) -> None:
+    """BUG-077: with deterministic inference a seed gives the same text each time, whatever else is in the batch."""
+    flags = ["--enable-deterministic-inference"] + ([] if overlap else ["--disable-overlap-schedule"])
+    server = serve("DDTREE", *flags)
+    options: dict[str, Any] = {"temperature": 1.2, "frequency_penalty": 1.0, "repetition_penalty": 1.2, "top_p": 0.95}
+    first = generate(server, sampling_seed=7, **options)
+    assert generate(server, sampling_seed=7, **options) == first
+    assert generate(server, sampling_seed=8, **options) != first
+    assert generate(server, sampling_seed=7, n=3, **options) == [ids for ids in first for _ in range(3)]
+
+
 @pytest.mark.parametrize(
-    "penalty", [{"frequency_penalty": 2.0}, {"presence_penalty": 2.0}, {"repetition_penalty": 2.0}]
+    ("options", "status"),
+    [
+        ({"sampling_seed": 7}, 400),
+        ({"min_p": 0.1}, 400),
+        ({"sampling_seed": 7, "temperature": 0}, 200),
+        ({}, 200),
+    ],
 )
-def test_penalties_lower_repetition(serve: Serve, algorithm: str, penalty: dict[str, float]) -> None:
-    server = serve(algorithm)
-
-    def repeated(answers: list[list[int]]) -> int:
-        return sum(len(ids) - len(set(ids)) for ids in answers)
-
-    assert repeated(generate(server, **penalty)) < repeated(generate(server))
+def test_chain_refuses_a_seed_that_it_would_ignore(serve: Serve, options: dict[str, Any], status: int) -> None:
+    server = serve("DFLASH", "--enable-deterministic-inference")
+    body = {"text": PROMPTS[0], "sampling_params": {"max_new_tokens": 4} | options}
+    response = requests.post(f"{server.url}/generate", json=body, timeout=300)
+    assert response.status_code == status, response.text
+    assert status == 200 or next(iter(options)) in response.text

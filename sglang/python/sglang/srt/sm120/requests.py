@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.sm120.grammars import check_grammar
-from sglang.srt.speculative.ddtree_algorithm import is_ddtree
+from sglang.srt.speculative.ddtree_algorithm import ALGORITHM, is_ddtree
 from sglang.srt.speculative.ddtree_args import budgets_of
 from sglang.srt.speculative.ddtree_budget import REQUEST_PARAMETER
 
@@ -50,14 +50,18 @@ def check_request(obj: Any, input_ids: Sequence[int] | None, server_args: Server
         return
     _check_names(options)
     _check_values(options)
+    _check_logprobs(obj, vocab_size)
     _check_budget(options, server_args)
     _check_stops(options, vocab_size)
     if server_args.grammar_backend == "xgrammar":
         check_grammar(options)
-    if is_ddtree(server_args.speculative_algorithm):
-        reason = tree_refusal(obj.return_logprob, obj.return_hidden_states)
-        if reason is not None:
-            raise ValueError(reason)
+    processor = getattr(obj, "custom_logit_processor", None)
+    if processor and server_args.enable_custom_logit_processor:
+        _check_processor(processor)
+    hidden_states = getattr(obj, "return_hidden_states", None)
+    reason = speculation_refusal(server_args.speculative_algorithm, hidden_states)
+    if reason is not None:
+        raise ValueError(reason)
 
 
 def check_response_format(value: Any) -> None:
@@ -132,15 +136,39 @@ def _check_stops(options: Mapping[str, Any], vocab_size: int) -> None:
             raise ValueError(f"stop_token_ids: expected token ids from 0 to {vocab_size - 1}, got {token!r}")
 
 
+def _check_logprobs(obj: Any, vocab_size: int) -> None:
+    """More alternatives than tokens, or a start before the prompt, would raise in the forward pass."""
+    bounds = {"top_logprobs_num": (0, vocab_size), "logprob_start_len": (-1, MAX_INT32)}
+    for name, (lowest, highest) in bounds.items():
+        value = getattr(obj, name, None)
+        if isinstance(value, int) and not lowest <= value <= highest:
+            raise ValueError(f"{name}: expected an integer from {lowest} to {highest}, got {value}")
+
+
+def _check_processor(text: Any) -> None:
+    """The scheduler loads the processor when it builds a batch, and stops when that fails."""
+    from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
+
+    try:
+        CustomLogitProcessor.from_str(text)
+    except Exception as error:
+        raise ValueError(f"custom_logit_processor: expected a class from to_str(), got {error!r}") from error
+
+
 def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)
 
 
-def tree_refusal(return_logprob: Any, return_hidden_states: Any) -> str | None:
-    """Why DDTREE cannot serve a request with these options, or None."""
-    for name, value in {"logprobs": return_logprob, "return_hidden_states": return_hidden_states}.items():
-        if value:
-            return f"{name}: not supported with --speculative-algorithm DDTREE; drop it or use a server without DDTREE"
+def speculation_refusal(algorithm: str | None, return_hidden_states: Any) -> str | None:
+    """Why this speculative algorithm, as resolved from the command line, cannot serve a request, or None.
+
+    Verification captures the layers that the drafter reads, not the last one, which the option promises.
+    """
+    if return_hidden_states and algorithm in (ALGORITHM, "DFLASH"):
+        return (
+            f"return_hidden_states: not supported with --speculative-algorithm {algorithm}; "
+            "drop it or use a server without speculative decoding"
+        )
     return None
 
 
@@ -151,11 +179,12 @@ def admission_refusal(req: Any) -> str | None:
     """
     from sglang.srt.runtime_context import get_exec, get_spec
 
-    params = req.sampling_params
-    if is_ddtree(get_spec().speculative_algorithm):
-        reason = tree_refusal(req.return_logprob, req.return_hidden_states)
-        if reason is not None:
-            return reason
-    if params.min_p > 0 and get_exec().deterministic.enable_deterministic_inference:
+    params, algorithm = req.sampling_params, get_spec().speculative_algorithm
+    reason = speculation_refusal(algorithm, req.return_hidden_states)
+    if reason is not None or not get_exec().deterministic.enable_deterministic_inference:
+        return reason
+    if params.min_p > 0:
         return "min_p: not supported with --enable-deterministic-inference; drop the option or the flag"
+    if params.sampling_seed is not None and params.top_k > 1 and not is_ddtree(algorithm):
+        return f"sampling_seed: not supported with --speculative-algorithm {algorithm}; drop it or use DDTREE"
     return None

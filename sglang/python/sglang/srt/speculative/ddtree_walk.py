@@ -11,7 +11,7 @@ Nothing here reads a value back to the host.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,9 +26,6 @@ TOP_K_ALL = 1 << 30
 # path[:, :step] are the tokens drawn so far, of which row `rows` holds the last. A request that has stopped keeps its
 # last row, its path ends in the bonus token, and its draw is ignored.
 DrawStep = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
-
-# logits fp32 [bs, V] of the current rows (a copy, free to change), path and step as above -> adjusted logits [bs, V].
-AdjustLogits = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -69,17 +66,6 @@ class SamplingRows:
             need_min_p=info.need_min_p_sampling,
         )
 
-    def repeat(self, times: int) -> SamplingRows:
-        """The parameters of `times` consecutive rows a request, as in a verified block."""
-        return replace(
-            self,
-            temperatures=self.temperatures.repeat_interleave(times, 0),
-            top_ks=self.top_ks.repeat_interleave(times),
-            top_ps=self.top_ps.repeat_interleave(times),
-            min_ps=self.min_ps.repeat_interleave(times),
-            seeds=None if self.seeds is None else self.seeds.repeat_interleave(times),
-        )
-
 
 @dataclass
 class WalkBuffers:
@@ -112,13 +98,11 @@ def walk_logits(
     params: SamplingRows,
     out: WalkBuffers,
     *,
-    adjust: AdjustLogits | None = None,
     generator: torch.Generator | None = None,
 ) -> None:
-    """Walk the first bs trees on the target's logits [bs * T, V], after everything that does not depend on the path.
+    """Walk the first bs trees on the target's logits [bs * T, V], each row adjusted to the path that leads to it.
 
-    `params` has a row a request. `adjust` changes the logits of the current rows by the path that leads to them, as
-    exact penalties need it. Sampling looks at one row a request and step, never at all bs * T of them.
+    `params` has a row a request. Sampling looks at one row a request and step, never at all bs * T of them.
     """
     width = tree.width
     bs = logits.shape[0] // width
@@ -127,15 +111,13 @@ def walk_logits(
             f"tree walk: logits must have {params.top_ks.shape[0]} * {width} rows, got {logits.shape[0]}; "
             "pass one sampling row per request"
         )
-    if params.all_greedy and adjust is None:
+    if params.all_greedy:
         walk_tree(logits.argmax(-1).view(bs, width), tree, out)
         return
     first_rows = torch.arange(bs, device=logits.device) * width
 
     def draw(rows: torch.Tensor, path: torch.Tensor, step: int) -> torch.Tensor:
         current = logits.index_select(0, first_rows + rows).float()
-        if adjust is not None:
-            current = adjust(current, path, step)
         positions = tree.positions[:bs].gather(1, rows[:, None]).squeeze(1)
         return draw_tokens(current, params, positions, generator=generator)
 

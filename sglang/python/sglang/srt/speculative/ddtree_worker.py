@@ -31,10 +31,10 @@ from sglang.srt.speculative.ddtree_walk import (
     walk_logits,
     walk_tree,
 )
-from sglang.srt.speculative.dflash_utils import apply_dflash_verify_logits_adjustments
 from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
 from sglang.srt.speculative.eagle_utils import TreeMaskMode
-from sglang.srt.speculative.verify_adjustments import is_plain_greedy
+from sglang.srt.speculative.verify_adjustments import add_logprobs, adjust_logits, is_plain_greedy, record_run
+from sglang.srt.speculative.verify_penalties import VerifyRows
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -139,6 +139,7 @@ class DDTreeWorker(DFlashWorkerV2):
         new_seq_lens = committed + accept_lens
         if on_publish is not None:
             on_publish(new_seq_lens)
+        add_logprobs(batch, logits_output, walk.accept_index[:batch_size], walk.out_tokens[:batch_size])
         self._commit(window_slots, logits_output.hidden_states, walk, accept_lens, committed)
         logits_output.hidden_states = None
         return GenerationBatchResult(
@@ -198,25 +199,24 @@ class DDTreeWorker(DFlashWorkerV2):
         return output.logits_output, output.can_run_cuda_graph
 
     def _walk(self, batch: ScheduleBatch, logits: torch.Tensor, rung: Rung, captured: bool) -> WalkBuffers:
-        """Draw along the tree; under tensor parallelism rank 0's draws count.
+        """Adjust the logits and draw along the tree; under tensor parallelism rank 0's draws count.
 
         `captured` says that the verify pass was a graph, whose tail has walked greedily already.
         """
-        sampling_info = batch.sampling_info
-        batch_size = len(sampling_info)
+        tree, batch_size = rung.tree, len(batch.sampling_info)
         walk = self._walks[0]
         self._walks.reverse()
-        if captured and is_plain_greedy(sampling_info):
+        if captured and is_plain_greedy(batch.sampling_info):
             walk.packed[:batch_size].copy_(rung.captured_walk.packed[:batch_size])
         else:
-            apply_dflash_verify_logits_adjustments(
-                next_token_logits=logits, sampling_info=sampling_info, draft_token_num=rung.width
-            )
-            walk_logits(logits, rung.tree, SamplingRows.from_batch(sampling_info), walk)
+            rows = VerifyRows(tree.token_ids[:batch_size], tree.positions[:batch_size], tree.mask[:batch_size])
+            sampling_info = adjust_logits(self, batch, rows, logits)
+            walk_logits(logits, tree, SamplingRows.from_batch(sampling_info), walk)
         if simulation_requested():
             simulate_acceptance(walk, batch_size, max_accept=max_depth(rung.budget, self.block_size) + 1)
         if get_tp_group().world_size > 1:
             get_tp_group().broadcast(walk.packed[:batch_size], src=0)
+        record_run(self, batch, walk.out_tokens[:batch_size], walk.accept_lens[:batch_size])
         return walk
 
     def _commit(
