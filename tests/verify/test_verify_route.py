@@ -279,20 +279,13 @@ def test_trees_of_ddtree_are_compact(monkeypatch: pytest.MonkeyPatch) -> None:
     assert mask.numel() == MAX_BS * WIDTH**2 and mask_indptr.tolist() == [0, 81, 162] and full is False
 
 
-@pytest.mark.parametrize("compact", [False, True])
-def test_a_mask_in_the_batch_keeps_its_layout(monkeypatch: pytest.MonkeyPatch, compact: bool) -> None:
-    """EAGLE writes its mask into the backend's buffer, in the layout that the buffer names."""
-    from sglang.srt.layers.attention.verify_mask import VerifyMask
-    from sglang.srt.speculative.eagle_utils import TreeMaskMode
-
+def test_a_mask_in_the_batch_spans_the_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
+    """EAGLE writes its mask into the backend's buffer, in the layout that SGLang's kernel reads."""
     calls = Calls(monkeypatch)
     buffer = torch.zeros(400, dtype=torch.uint8)
-    mode = TreeMaskMode.QLEN_ONLY if compact else TreeMaskMode.FULL_MASK
-    target, batch = kernel_backend(buffer, verify_mask=VerifyMask(buffer, mode, MAX_BS))
-    assert call(target, batch)[0]
+    assert call(*kernel_backend(buffer))[0]
     ((*_, mask, mask_indptr, _, _, _, full),) = calls.given
-    assert mask is buffer and full is not compact
-    assert mask_indptr.tolist() == ([0, 81, 162] if compact else [0, 1, 2])
+    assert mask is buffer and full is True and mask_indptr.tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize(
@@ -347,16 +340,13 @@ def test_graph_state_is_sized_by_requests_where_only_verify_runs(
     assert verify_route.graph_rows(target, 4, 36) == 36
 
 
-@pytest.mark.parametrize("algorithm, numel", [("DDTREE", 4 * 9 * 10), ("EAGLE", 4 * 9 * 10), ("NGRAM", 4 * 9 * 1009)])
-def test_the_mask_buffer_shrinks_to_the_tree(monkeypatch: pytest.MonkeyPatch, algorithm: str, numel: int) -> None:
-    from sglang.srt.layers.attention.verify_mask import VerifyMask
-    from sglang.srt.speculative.eagle_utils import TreeMaskMode
-
-    monkeypatch.setattr(verify_route, "_algorithm_name", lambda: algorithm)
-    target, _ = kernel_backend(None)
-    full = VerifyMask(torch.zeros(4 * 9 * 1009, dtype=torch.uint8), TreeMaskMode.FULL_MASK, 4)
-    mask = verify_route.graph_mask(target, full)
-    assert mask is not None and mask.buffer.numel() == numel and mask.max_bs == 4
-    target.sm120_route = VerifyRoute(None, "a reason")
-    assert verify_route.graph_mask(target, full) is full
-    assert verify_route.graph_mask(target, None) is None
+@pytest.mark.parametrize("tree, served, kept", [(True, True, False), (False, True, True), (True, False, True)])
+def test_a_mask_that_nobody_reads_is_freed(tree: bool, served: bool, kept: bool) -> None:
+    """EAGLE's trees and Triton need the buffer; DDTREE on the kernel has its own."""
+    buffer = SimpleNamespace(buffer=torch.zeros(4))
+    target, _ = kernel_backend(None, _verify_mask=buffer)
+    if not served:
+        target.sm120_route = VerifyRoute(None, "a reason")
+    target.sm120_route.tree_mask = torch.ones(1) if tree else None
+    verify_route.drop_unread_mask(target)
+    assert (target._verify_mask is buffer) is kept

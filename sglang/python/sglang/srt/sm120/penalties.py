@@ -36,6 +36,12 @@ def count_drawn_tokens(batch: ScheduleBatch) -> None:
         orchestrator.cumulate_output_tokens(batch.input_ids.to(torch.int64))
 
 
+def prepare_penalizers(orchestrator: penaltylib.BatchedPenalizerOrchestrator, batch: ScheduleBatch) -> None:
+    """Put the penalizers of a new batch in order and let them see what its requests had generated before."""
+    orchestrator.penalizers = in_order(orchestrator.penalizers)
+    count_earlier_output(orchestrator, batch)
+
+
 def in_order(penalizers: dict[type, _BatchedPenalizer]) -> dict[type, _BatchedPenalizer]:
     """The penalizers in the order in which they apply: what scales logits comes after what is added to them."""
     return dict(sorted(penalizers.items(), key=lambda item: (item[1].is_multiplicative, item[0].__name__)))

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where target-verify attention of an MLA model goes: to `mla_tree_verify`, or to SGLang's Triton kernel.
 
-The Triton backend calls four functions of this module, each at the place where the data passes (patches
-``verify/*``): `attach_route` when it is made, `graph_rows` and `graph_mask` when it sizes its CUDA graph state, and
-`serve_verify` per layer. The decision is made once, at start-up; nothing is chosen in the hot path.
+The Triton backend calls three functions of this module, each at the place where the data passes (patches
+``verify/*``): `attach_route` when it is made, `graph_rows` when it sizes its CUDA graph state, and `serve_verify` per
+layer. The decision is made once, at start-up; nothing is chosen in the hot path.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from sglang.srt.sm120.verify_compare import VerifyComparison, shared_comparison
 from sglang.srt.speculative.ddtree_algorithm import is_ddtree
 
 if TYPE_CHECKING:
-    from sglang.srt.layers.attention.verify_mask import VerifyMask
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -249,21 +248,11 @@ def _algorithm_name() -> str | None:
     return get_spec().speculative_algorithm
 
 
-def graph_mask(backend: Any, mask: VerifyMask | None) -> VerifyMask | None:
-    """The mask buffer of captured verify passes: of T columns where the kernel alone reads it."""
-    from sglang.srt.layers.attention.verify_mask import VerifyMask, tree_mask_numel
-    from sglang.srt.speculative.eagle_utils import TreeMaskMode
-    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
-
+def drop_unread_mask(backend: Any) -> None:
+    """Free a captured backend's mask buffer, of the context's length, where the kernel alone reads DDTREE's masks."""
     route = backend.sm120_route
-    algorithm = SpeculativeAlgorithm.from_string(_algorithm_name())
-    # NGRAM writes the full layout whatever the buffer's mode says.
-    if mask is None or route is None or not route.reads_compact_mask or algorithm.is_ngram():
-        return mask
-    mode = TreeMaskMode.QLEN_ONLY
-    # EAGLE's capture copies a placeholder into the buffer, which has a column more than the tree.
-    numel = tree_mask_numel(mode, mask.max_bs, backend.num_draft_tokens, 0) + mask.max_bs * backend.num_draft_tokens
-    return VerifyMask(torch.zeros(numel, dtype=torch.uint8, device=backend.device), mode, mask.max_bs, mask.is_read)
+    if route is not None and route.reads_compact_mask and route.tree_mask is not None:
+        backend._verify_mask = None
 
 
 def serve_verify(
@@ -317,15 +306,7 @@ def _mask_of(route: VerifyRoute, backend: Any) -> tuple[torch.Tensor | None, tor
         return route.tree_mask.view(-1), kernel.compact_indptr[: batch_size + 1], False
     if metadata.custom_mask is None:
         return None, None, False
-    if backend.verify_mask is not None and route.reads_compact_mask and _is_compact(backend.verify_mask):
-        return metadata.custom_mask, kernel.compact_indptr[: batch_size + 1], False
     return metadata.custom_mask, metadata.mask_indptr[: batch_size + 1], True
-
-
-def _is_compact(mask: VerifyMask) -> bool:
-    from sglang.srt.speculative.eagle_utils import TreeMaskMode
-
-    return mask.mode == TreeMaskMode.QLEN_ONLY
 
 
 def _use_tree_buffer(route: VerifyRoute, backend: Any) -> None:

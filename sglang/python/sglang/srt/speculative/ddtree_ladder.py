@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sglang.srt.sm120.verify_route import drop_unread_mask
 from sglang.srt.speculative.ddtree_args import verify_width
 from sglang.srt.speculative.ddtree_budget import BudgetController, request_budget
 from sglang.srt.speculative.ddtree_tree import TreeBuffers
@@ -108,6 +109,12 @@ class Ladder:
             logger.info(
                 "DDTREE auto: captured budget %d in %.1f s, %.2f GB.", rung.budget, time.perf_counter() - start, used
             )
+
+    def drop_unread_masks(self) -> None:
+        """Free what SGLang allocated for masks of the context's length; call when a rung has been captured."""
+        for rung in self.rungs:
+            if hasattr(rung.attn_backend, "sm120_route"):
+                drop_unread_mask(rung.attn_backend)
 
     def measure(self, draft_runner: Any) -> None:
         """Fill the cost table from the captured graphs; every rank takes the first one's figures."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from sglang.srt.sm120.verify_route import report_comparison
 from sglang.srt.speculative.ddtree_algorithm import is_ddtree
 from sglang.srt.speculative.ddtree_args import budgets_of
 
@@ -23,6 +24,11 @@ def drafts_per_step(server_args: ServerArgs, default: int) -> int:
     if not is_ddtree(server_args.speculative_algorithm):
         return default
     return max_depth(budgets_of(server_args)[-1], int(server_args.speculative_dflash_block_size))
+
+
+def describe_steps(scheduler: Any, drafts_per_round: int) -> tuple[int, str]:
+    """For the scheduler's decode log: the accept rate's denominator, and what validate mode found since the last line."""
+    return drafts_per_step(scheduler.server_args, drafts_per_round), report_comparison(scheduler)
 
 
 def describe_request(meta_info: dict[str, Any], server_args: ServerArgs, verify_steps: int, accepted: int) -> int:

@@ -86,6 +86,7 @@ class DDTreeWorker(DFlashWorkerV2):
         if len(self._budgets) > 1:
             self._ladder.capture_smaller()
             self._ladder.measure(self.draft_model_runner.decode_cuda_graph_runner)
+        self._ladder.drop_unread_masks()
 
     def _maybe_build_draft_sampler(self) -> None:
         """No sampler for the chain in the draft graph: the tree is built there."""
