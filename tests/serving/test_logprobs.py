@@ -113,7 +113,7 @@ def test_openai_endpoints_have_an_entry_for_each_token(serve: Serve, prompts: li
     for entry in entries:
         assert len(entry.top_logprobs) == 3
         # A streamed chunk of the release repeats the alternatives of its first token.
-        assert stream or entry.top_logprobs[0].logprob == pytest.approx(entry.logprob, abs=1e-6)
+        assert entry.top_logprobs[0].logprob == pytest.approx(entry.logprob, abs=1e-6)
     parts = list(text) if stream else [text]
     logprobs = [c.logprobs for part in parts for c in part.choices if c.logprobs]
     tokens = [token for each in logprobs for token in each.tokens or []]
