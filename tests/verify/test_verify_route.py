@@ -11,52 +11,52 @@ from typing import Any
 import pytest
 import torch
 
+from sglang.srt import runtime_context
 from sglang.srt.sm120 import verify_route
 from sglang.srt.sm120.startup import StartupError
-from sglang.srt.sm120.verify_route import MODE_VARIABLE, Kernel, VerifyMode, VerifyRoute, serve_verify, verify_mode
+from sglang.srt.sm120.verify_route import (
+    MODE_VARIABLE,
+    Kernel,
+    VerifyMode,
+    VerifyRoute,
+    route_of,
+    serve_verify,
+    verify_mode,
+)
 
 HEADS, WIDTH, MAX_BS = 8, 9, 4
 
 
-class SpecAlgorithm:
-    def __init__(self, speculative: bool = True) -> None:
-        self._speculative = speculative
-
-    def is_speculative(self) -> bool:
-        return self._speculative
+class TritonAttnBackend(SimpleNamespace):
+    """A stand-in by that name, by which SGLang too tells its backends apart."""
 
 
-def runner(**changes: Any) -> SimpleNamespace:
-    config = SimpleNamespace(kv_lora_rank=512, qk_rope_head_dim=64)
+def pool(**changes: Any) -> SimpleNamespace:
     fields = {
-        "spec_algorithm": SpecAlgorithm(),
-        "is_draft_worker": False,
-        "req_to_token_pool": SimpleNamespace(size=MAX_BS),
-        "model_config": config,
-        "model": torch.nn.Module(),
         "dtype": torch.bfloat16,
-        "server_args": SimpleNamespace(
-            speculative_algorithm="DDTREE",
-            cuda_graph_config=SimpleNamespace(decode=SimpleNamespace(bs=[1, 2, 4])),
-        ),
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "get_key_buffer": lambda layer: torch.zeros(64, 1, 576),
     }
     return SimpleNamespace(**fields | changes)
 
 
-def backend(**changes: Any) -> SimpleNamespace:
+def backend(**changes: Any) -> TritonAttnBackend:
     fields = {
         "skip_prefill": False,
+        "is_draft_runner": False,
         "num_draft_tokens": WIDTH,
+        "req_to_token_pool": SimpleNamespace(size=MAX_BS),
         "use_mla": True,
         "dcp_size": 1,
         "_translate_kv_loc": None,
         "num_head": HEADS,
         "device": "cpu",
-        "token_to_kv_pool": SimpleNamespace(dtype=torch.bfloat16, get_key_buffer=lambda layer: torch.zeros(64, 1, 576)),
+        "token_to_kv_pool": pool(),
         "use_sliding_window_kv_pool": False,
         "verify_mask": None,
     }
-    return SimpleNamespace(**fields | changes)
+    return TritonAttnBackend(**fields | changes)
 
 
 @pytest.fixture
@@ -68,6 +68,9 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (major, minor))
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "a card")
         monkeypatch.setattr(verify_route, "_num_splits_and_bytes", lambda bs, width, heads: (16, bs * 1024))
+        monkeypatch.setattr(verify_route, "_algorithm_name", lambda: "DDTREE")
+        graph = SimpleNamespace(cuda_graph_config=SimpleNamespace(decode=SimpleNamespace(bs=[1, 2, 4])))
+        monkeypatch.setattr(runtime_context, "get_exec", lambda: SimpleNamespace(graph=graph))
         kernels = SimpleNamespace(is_supported=is_supported)
         monkeypatch.setitem(sys.modules, "sgl_kernel_sm120", kernels)
 
@@ -78,12 +81,6 @@ def is_supported(*, batch_size: int, kv_dtype: torch.dtype, **_: Any) -> str | N
     if kv_dtype != torch.bfloat16:
         return f"kv_pool dtype: expected torch.bfloat16, got {kv_dtype}"
     return None if batch_size <= 128 else f"batch size: expected 1 to 128, got {batch_size}"
-
-
-def attach(target: SimpleNamespace, model_runner: SimpleNamespace) -> VerifyRoute | None:
-    verify_route.attach_route(target, model_runner)
-    route: VerifyRoute | None = target.sm120_route
-    return route
 
 
 def test_modes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +97,7 @@ def test_modes(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_auto_takes_the_kernel_on_sm120(card: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(MODE_VARIABLE, raising=False)
     card(12)
-    route = attach(backend(), runner())
+    route = route_of(backend())
     assert route is not None and route.kernel is not None and route.reason is None and route.reads_compact_mask
     assert route.kernel.workspace.numel() == MAX_BS * 1024
     assert route.kernel.compact_indptr.tolist() == [b * WIDTH * WIDTH for b in range(MAX_BS + 1)]
@@ -109,49 +106,56 @@ def test_auto_takes_the_kernel_on_sm120(card: Any, monkeypatch: pytest.MonkeyPat
 def test_auto_leaves_other_cards_alone(card: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(MODE_VARIABLE, raising=False)
     card(9)
-    route = attach(backend(), runner())
+    route = route_of(backend())
     assert route is not None and route.kernel is None and "not of compute capability 12.x" in str(route.reason)
 
 
-@pytest.mark.parametrize(
-    "target, model_runner",
-    [
-        (backend(), runner(spec_algorithm=SpecAlgorithm(speculative=False))),
-        (backend(), runner(is_draft_worker=True)),
-        (backend(skip_prefill=True), runner()),
-    ],
-)
-def test_nothing_is_attached_where_nothing_is_verified(
-    card: Any, monkeypatch: pytest.MonkeyPatch, target: SimpleNamespace, model_runner: SimpleNamespace
-) -> None:
+@pytest.mark.parametrize("change", [{"is_draft_runner": True}, {"skip_prefill": True}])
+def test_a_drafter_has_no_route(card: Any, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]) -> None:
     monkeypatch.setenv(MODE_VARIABLE, "on")
     card(12)
-    assert attach(target, model_runner) is None
+    assert route_of(backend(**change)) is None
+
+
+def test_nothing_is_routed_without_speculation_or_on_other_backends(card: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(MODE_VARIABLE, "on")
+    card(12)
+    assert route_of(SimpleNamespace()) is None
+    monkeypatch.setattr(verify_route, "_algorithm_name", lambda: None)
+    assert route_of(backend()) is None
+
+
+def test_a_route_is_decided_once(card: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(MODE_VARIABLE, "on")
+    card(12)
+    target = backend()
+    route = route_of(target)
+    monkeypatch.setenv(MODE_VARIABLE, "off")
+    assert route is not None and route_of(target) is route
 
 
 UNSERVED = [
-    ({"use_mla": False}, {}, "not an MLA model"),
-    ({}, {"model_config": SimpleNamespace(kv_lora_rank=256, qk_rope_head_dim=32)}, "expects a latent of 512 . 64"),
-    ({"dcp_size": 2}, {}, "decode context parallelism"),
-    ({"_translate_kv_loc": abs}, {}, "unified memory pool"),
-    ({"token_to_kv_pool": SimpleNamespace(dtype=torch.float8_e4m3fn)}, {}, "kv_pool dtype: expected torch.bfloat16"),
-    ({}, {"req_to_token_pool": SimpleNamespace(size=129)}, "batch size: expected 1 to 128, got 129"),
+    ({"use_mla": False}, "not an MLA model"),
+    ({"token_to_kv_pool": pool(kv_lora_rank=256)}, "expects a latent of 512 . 64, the target has 256 . 64"),
+    ({"dcp_size": 2}, "decode context parallelism"),
+    ({"_translate_kv_loc": abs}, "unified memory pool"),
+    ({"token_to_kv_pool": pool(dtype=torch.float8_e4m3fn)}, "kv_pool dtype: expected torch.bfloat16"),
+    ({"req_to_token_pool": SimpleNamespace(size=129)}, "batch size: expected 1 to 128, got 129"),
 ]
 
 
-@pytest.mark.parametrize("backend_changes, runner_changes, reason", UNSERVED)
+@pytest.mark.parametrize("changes, reason", UNSERVED)
 def test_auto_falls_back_with_the_reason(
     card: Any,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
-    backend_changes: dict[str, Any],
-    runner_changes: dict[str, Any],
+    changes: dict[str, Any],
     reason: str,
 ) -> None:
     monkeypatch.setenv(MODE_VARIABLE, "auto")
     card(12)
     caplog.set_level("INFO")
-    route = attach(backend(**backend_changes), runner(**runner_changes))
+    route = route_of(backend(**changes))
     assert route is not None and route.kernel is None
     (line,) = [record.getMessage() for record in caplog.records]
     assert line.startswith("Verify attention: SGLang's Triton kernel, because")
@@ -159,46 +163,36 @@ def test_auto_falls_back_with_the_reason(
 
 
 @pytest.mark.parametrize("mode", ["on", "validate"])
-@pytest.mark.parametrize("backend_changes, runner_changes, reason", UNSERVED)
+@pytest.mark.parametrize("changes, reason", UNSERVED)
 def test_on_and_validate_refuse_to_start(
     card: Any,
     monkeypatch: pytest.MonkeyPatch,
     mode: str,
-    backend_changes: dict[str, Any],
-    runner_changes: dict[str, Any],
+    changes: dict[str, Any],
     reason: str,
 ) -> None:
     monkeypatch.setenv(MODE_VARIABLE, mode)
     card(9)
     with pytest.raises(StartupError, match=f"SGLANG_SM120_VERIFY={mode}: .*{reason}"):
-        attach(backend(**backend_changes), runner(**runner_changes))
+        route_of(backend(**changes))
 
 
 def test_a_missing_library_is_named(card: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     card(12)
     monkeypatch.setitem(sys.modules, "sgl_kernel_sm120", None)
     monkeypatch.setenv(MODE_VARIABLE, "auto")
-    route = attach(backend(), runner())
+    route = route_of(backend())
     assert route is not None and "pip install ./sgl-kernel-sm120" in str(route.reason)
     monkeypatch.setenv(MODE_VARIABLE, "on")
     with pytest.raises(StartupError, match="sgl_kernel_sm120 cannot be used"):
-        attach(backend(), runner())
-
-
-def test_scaled_kv_is_refused(card: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    card(12)
-    monkeypatch.setenv(MODE_VARIABLE, "on")
-    layers = [SimpleNamespace(k_scale=None, k_scale_float=None), SimpleNamespace(k_scale=1, k_scale_float=0.5)]
-    monkeypatch.setattr(verify_route, "_attention_layers", lambda _: layers)
-    with pytest.raises(StartupError, match="unscaled KV, the checkpoint has k_scale 0.5"):
-        attach(backend(), runner())
+        route_of(backend())
 
 
 def test_off_never_looks_at_the_kernel(card: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     card(12)
     monkeypatch.setitem(sys.modules, "sgl_kernel_sm120", None)
     monkeypatch.setenv(MODE_VARIABLE, "off")
-    route = attach(backend(), runner())
+    route = route_of(backend())
     assert route is not None and route.kernel is None and route.reason == "SGLANG_SM120_VERIFY is off"
 
 
@@ -236,6 +230,7 @@ def layer(**changes: Any) -> SimpleNamespace:
         "v_head_dim": 512,
         "tp_k_head_num": 1,
         "logit_cap": 0,
+        "k_scale": None,
         "scaling": 0.1,
     }
     return SimpleNamespace(**fields | changes)
@@ -295,6 +290,7 @@ def test_a_mask_in_the_batch_spans_the_prefix(monkeypatch: pytest.MonkeyPatch) -
         ({"v_head_dim": 128}, "v_head_dim"),
         ({"tp_k_head_num": 8}, "tp_k_head_num"),
         ({"logit_cap": 30.0}, "logit_cap"),
+        ({"k_scale": torch.ones(1), "k_scale_float": 0.5}, "k_scale"),
         ({"sinks": torch.zeros(8)}, "sinks"),
     ],
 )

@@ -191,7 +191,6 @@ def check_names(values: Any) -> None:
 
     if not isinstance(values, Mapping) or not {"messages", "prompt"} & set(values):
         return
-    _check_response_format(values.get("response_format"))
     request_type = ChatCompletionRequest if "messages" in values else CompletionRequest
     for name, value in values.items():
         if name in _UNREAD and value not in _UNREAD[name]:
@@ -202,8 +201,12 @@ def check_names(values: Any) -> None:
             raise ValueError(f"{_shortened(name)}: expected a field of this endpoint, got an unknown name; drop it")
 
 
-def _check_response_format(value: Any) -> None:
-    """A schema of another type would raise in the validators that come after."""
+def check_response_format(value: Any) -> None:
+    """Refuse a ``response_format`` that is no object, or whose schema is none.
+
+    Raises:
+        ValueError: naming the field; pydantic makes HTTP 400 of it.
+    """
     parts = {"response_format": value}
     if isinstance(value, Mapping):
         parts["response_format.schema"] = schema = value.get("schema")

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where target-verify attention of an MLA model goes: to `mla_tree_verify`, or to SGLang's Triton kernel.
 
-The Triton backend calls three functions of this module, each at the place where the data passes (patches
-``verify/*``): `attach_route` when it is made, `graph_rows` when it sizes its CUDA graph state, and `serve_verify` per
-layer. The decision is made once, at start-up; nothing is chosen in the hot path.
+The Triton backend calls two functions of this module, each at the place where the data passes (patches ``verify/*``):
+`graph_rows` when it sizes its CUDA graph state, and `serve_verify` per layer. The decision is made once, at start-up; nothing is chosen in the hot path.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from sglang.srt.speculative.ddtree_algorithm import is_ddtree
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-    from sglang.srt.model_executor.model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +94,7 @@ class Kernel:
 
 @dataclass
 class VerifyRoute:
-    """The route of one target backend. Made by `attach_route`, found at ``backend.sm120_route``.
+    """The route of one target backend, as `route_of` gives it.
 
     kernel      what serves, or None when Triton does
     reason      why Triton serves, as one line; None when the kernel does
@@ -115,51 +113,56 @@ class VerifyRoute:
         return self.kernel is not None and self.comparison is None
 
 
-def attach_route(backend: Any, model_runner: ModelRunner) -> None:
-    """Decide the route of a Triton backend and say so; called at the end of its constructor.
+def route_of(backend: Any) -> VerifyRoute | None:
+    """The route of a Triton backend, decided and logged when it is first asked for; None for other backends.
+
+    A backend that verifies nothing has none either: a drafter's, or one without speculation. The first to ask is DDTREE's
+    worker, else the capture of CUDA graphs, else the first verify pass.
 
     Errors: StartupError in the modes ``on`` and ``validate`` when the kernel cannot serve.
     """
-    backend.sm120_route = None
-    if not model_runner.spec_algorithm.is_speculative() or model_runner.is_draft_worker or backend.skip_prefill:
-        return
+    if not hasattr(backend, "sm120_route"):
+        backend.sm120_route = _decide(backend) if type(backend).__name__ == "TritonAttnBackend" else None
+    route: VerifyRoute | None = backend.sm120_route
+    return route
+
+
+def _decide(backend: Any) -> VerifyRoute | None:
+    algorithm = _algorithm_name()
+    if algorithm is None or backend.is_draft_runner or backend.skip_prefill:
+        return None
     mode = verify_mode()
-    width, max_bs = int(backend.num_draft_tokens or 0), int(model_runner.req_to_token_pool.size)
-    reason = _unserved(mode, backend, model_runner, width, max_bs)
+    width, max_bs = int(backend.num_draft_tokens or 0), int(backend.req_to_token_pool.size)
+    reason = _unserved(mode, backend, width, max_bs)
     if reason is not None:
         if mode in (VerifyMode.ON, VerifyMode.VALIDATE):
             raise StartupError(f"{MODE_VARIABLE}={mode.value}: {reason}; set it to auto to use SGLang's Triton kernel")
-        backend.sm120_route = VerifyRoute(kernel=None, reason=reason)
-        if is_ddtree(model_runner.server_args.speculative_algorithm) or _is_sm120():
+        if is_ddtree(algorithm) or _is_sm120():
             logger.info("Verify attention: SGLang's Triton kernel, because %s.", reason)
-        return
+        return VerifyRoute(kernel=None, reason=reason)
     kernel = _allocate_kernel(backend, width, max_bs)
-    comparison = shared_comparison(backend.device) if mode is VerifyMode.VALIDATE else None
-    backend.sm120_route = VerifyRoute(kernel, None, comparison)
-    _log_choice(backend, model_runner, mode, kernel)
+    _log_choice(backend, mode, kernel)
+    return VerifyRoute(kernel, None, shared_comparison(backend.device) if mode is VerifyMode.VALIDATE else None)
 
 
-def _unserved(mode: VerifyMode, backend: Any, model_runner: ModelRunner, width: int, max_bs: int) -> str | None:
+def _unserved(mode: VerifyMode, backend: Any, width: int, max_bs: int) -> str | None:
     """Why the kernel does not serve this backend, or None."""
     if mode is VerifyMode.OFF:
         return f"{MODE_VARIABLE} is off"
     if mode is VerifyMode.AUTO and not _is_sm120():
         return f"{MODE_VARIABLE} is auto and the card is not of compute capability 12.x"
-    config = model_runner.model_config
+    pool = backend.token_to_kv_pool
     if not backend.use_mla:
         return "the target is not an MLA model"
-    if (config.kv_lora_rank, config.qk_rope_head_dim) != (LATENT_DIM, ROPE_DIM):
+    if (pool.kv_lora_rank, pool.qk_rope_head_dim) != (LATENT_DIM, ROPE_DIM):
         return (
             f"the kernel expects a latent of {LATENT_DIM} + {ROPE_DIM}, "
-            f"the target has {config.kv_lora_rank} + {config.qk_rope_head_dim}"
+            f"the target has {pool.kv_lora_rank} + {pool.qk_rope_head_dim}"
         )
     if backend.dcp_size > 1:
         return "decode context parallelism is on"
     if backend._translate_kv_loc is not None:
         return "the unified memory pool is on"
-    scales = {layer.k_scale_float for layer in _attention_layers(model_runner) if layer.k_scale is not None} - {1.0}
-    if scales:
-        return f"the kernel expects unscaled KV, the checkpoint has k_scale {scales.pop()}"
     try:
         from sgl_kernel_sm120 import is_supported
     except ImportError as error:
@@ -168,20 +171,13 @@ def _unserved(mode: VerifyMode, backend: Any, model_runner: ModelRunner, width: 
         batch_size=max_bs,
         num_tokens=width,
         num_heads=backend.num_head,
-        dtype=model_runner.dtype,
-        kv_dtype=backend.token_to_kv_pool.dtype,
+        kv_dtype=pool.dtype,
         capability=torch.cuda.get_device_capability(backend.device),
     )
 
 
 def _is_sm120() -> bool:
     return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 12
-
-
-def _attention_layers(model_runner: ModelRunner) -> list[RadixAttention]:
-    from sglang.srt.layers.radix_attention import RadixAttention
-
-    return [module for module in model_runner.model.modules() if isinstance(module, RadixAttention)]
 
 
 def _num_splits_and_bytes(bs: int, width: int, num_heads: int) -> tuple[int, int]:
@@ -206,8 +202,10 @@ def _allocate_kernel(backend: Any, width: int, max_bs: int) -> Kernel:
     return Kernel(workspace, compact_indptr, max_bs, width)
 
 
-def _log_choice(backend: Any, model_runner: ModelRunner, mode: VerifyMode, kernel: Kernel) -> None:
-    buckets = model_runner.server_args.cuda_graph_config.decode.bs or [1]
+def _log_choice(backend: Any, mode: VerifyMode, kernel: Kernel) -> None:
+    from sglang.srt.runtime_context import get_exec
+
+    buckets = get_exec().graph.cuda_graph_config.decode.bs or [1]
     splits = ", ".join(
         f"{bs}: {_num_splits_and_bytes(bs, kernel.width, backend.num_head)[0]}"
         for bs in sorted(buckets)
@@ -235,7 +233,7 @@ def graph_rows(backend: Any, max_bs: int, max_num_tokens: int) -> int:
     of the larger buffer did. DDTREE's two models only ever verify; other algorithms keep their size unless the kernel
     serves, so that nothing changes for them elsewhere.
     """
-    route = backend.sm120_route
+    route = route_of(backend)
     verifies_only = is_ddtree(_algorithm_name()) or (route is not None and route.kernel is not None)
     if not verifies_only or backend.use_sliding_window_kv_pool or backend.skip_prefill:
         return max_num_tokens
@@ -250,7 +248,7 @@ def _algorithm_name() -> str | None:
 
 def drop_unread_mask(backend: Any) -> None:
     """Free a captured backend's mask buffer, of the context's length, where the kernel alone reads DDTREE's masks."""
-    route = backend.sm120_route
+    route = route_of(backend)
     if route is not None and route.reads_compact_mask and route.tree_mask is not None:
         backend._verify_mask = None
 
@@ -270,13 +268,12 @@ def serve_verify(
         qkv: what the caller was given; the pool holds k and v already.
         extras: what it was given beside (sinks, score_mod, aux_tensors); the kernel computes none of them.
     """
-    route = backend.sm120_route
-    if route is None or not forward_batch.forward_mode.is_target_verify():
+    if not forward_batch.forward_mode.is_target_verify() or (route := route_of(backend)) is None:
         return False
     if route.kernel is None:
         _use_tree_buffer(route, backend)
         return False
-    _check_call(layer, backend, extras)
+    _check_call(layer, backend.forward_metadata.max_extend_len, route.kernel.width, extras)
     slots = forward_batch.out_cache_loc
     if route.comparison is None:
         route.kernel.run(backend, layer, qkv[0], out, slots, *_mask_of(route, backend))
@@ -320,15 +317,15 @@ def _use_tree_buffer(route: VerifyRoute, backend: Any) -> None:
         metadata.custom_mask = backend.verify_mask.buffer
 
 
-def _check_call(layer: RadixAttention, backend: Any, extras: dict[str, Any]) -> None:
+def _check_call(layer: RadixAttention, width: int, kernel_width: int, extras: dict[str, Any]) -> None:
     """Raise for a layer that the kernel cannot compute, during the first pass or capture, that is, at start-up."""
-    width = backend.forward_metadata.max_extend_len
     for name, got, expected in (
         ("qk_head_dim", layer.qk_head_dim, LATENT_DIM + ROPE_DIM),
         ("v_head_dim", layer.v_head_dim, LATENT_DIM),
         ("tp_k_head_num", layer.tp_k_head_num, 1),
         ("logit_cap", layer.logit_cap, 0),
-        ("rows per request", width, backend.sm120_route.kernel.width),
+        ("rows per request", width, kernel_width),
+        ("k_scale", 1.0 if layer.k_scale is None else layer.k_scale_float, 1.0),
     ):
         if got != expected:
             raise StartupError(
@@ -343,7 +340,7 @@ def _check_call(layer: RadixAttention, backend: Any, extras: dict[str, Any]) -> 
 
 def report_comparison(scheduler: Any) -> str:
     """Text for the scheduler's decode log in validate mode, else nothing; also sets the gauges of ``/metrics``."""
-    route = getattr(scheduler.tp_worker.model_runner.attn_backend, "sm120_route", None)
+    route = route_of(scheduler.tp_worker.model_runner.attn_backend)
     if route is None or route.comparison is None:
         return ""
     return str(route.comparison.poll())

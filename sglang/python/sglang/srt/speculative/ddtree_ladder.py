@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sglang.srt.sm120.verify_route import drop_unread_mask
+from sglang.srt.sm120.verify_route import drop_unread_mask, route_of
 from sglang.srt.speculative.ddtree_args import verify_width
 from sglang.srt.speculative.ddtree_budget import BudgetController, request_budget
 from sglang.srt.speculative.ddtree_tree import TreeBuffers
@@ -113,8 +113,7 @@ class Ladder:
     def drop_unread_masks(self) -> None:
         """Free what SGLang allocated for masks of the context's length; call when a rung has been captured."""
         for rung in self.rungs:
-            if hasattr(rung.attn_backend, "sm120_route"):
-                drop_unread_mask(rung.attn_backend)
+            drop_unread_mask(rung.attn_backend)
 
     def measure(self, draft_runner: Any) -> None:
         """Fill the cost table from the captured graphs; every rank takes the first one's figures."""
@@ -161,7 +160,7 @@ class Ladder:
         return self.rungs[index].budget
 
     def _attach(self, rung: Rung) -> None:
-        route = getattr(rung.attn_backend, "sm120_route", None)
+        route = route_of(rung.attn_backend)
         if route is not None:
             route.tree_mask = rung.tree.mask
 

@@ -16,6 +16,7 @@ from sglang.srt.distributed import get_tp_group
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 from sglang.srt.runtime_context import get_observability
+from sglang.srt.sm120.verify_route import route_of
 from sglang.srt.speculative.ddtree_args import budgets_of
 from sglang.srt.speculative.ddtree_commit import move_accepted_rows
 from sglang.srt.speculative.ddtree_draft import TreeDrafter
@@ -251,7 +252,7 @@ def _tree_mask(
 ) -> tuple[torch.Tensor | None, TreeMaskMode]:
     """The flat mask in the layout that the target's attention backend reads; None where it reads a static buffer."""
     backend = rung.attn_backend
-    route = getattr(backend, "sm120_route", None)
+    route = route_of(backend)
     if route is None:
         return rung.tree.mask[:batch_size].flatten(), TreeMaskMode.QLEN_ONLY
     if route.reads_compact_mask:
