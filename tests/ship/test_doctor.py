@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import socket
@@ -56,6 +57,44 @@ def levels(findings: list[Finding]) -> list[str]:
 def the_one(findings: list[Finding], level: Level) -> str:
     (found,) = [finding.text for finding in findings if finding.level is level]
     return found
+
+
+# Two cards, of which the first reaches the second and not the other way round; FAKE_ERROR makes cuInit fail with it.
+DRIVER_SOURCE = """
+#include <stdlib.h>
+#include <string.h>
+int cuInit(unsigned flags) { const char *error = getenv("FAKE_ERROR"); return flags ? 1 : error ? atoi(error) : 0; }
+int cuDriverGetVersion(int *version) { *version = 13020; return 0; }
+int cuDeviceGetCount(int *count) { *count = 2; return 0; }
+int cuDeviceGet(int *device, int ordinal) { *device = 40 + ordinal; return 0; }
+int cuDeviceGetName(char *name, int bytes, int device) { strncpy(name, device == 40 ? "first" : "second", bytes); return 0; }
+int cuDeviceTotalMem_v2(size_t *bytes, int device) { *bytes = (size_t)96 << 30; return 0; }
+int cuDeviceGetAttribute(int *value, int attribute, int device) { *value = attribute == 75 ? 12 : device - 40; return 0; }
+int cuDeviceCanAccessPeer(int *answer, int device, int peer) { *answer = device < peer; return 0; }
+int cuGetErrorString(int error, const char **text) { *text = "system not yet initialized"; return 0; }
+"""
+
+
+@pytest.fixture(scope="module")
+def driver_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("driver")
+    (folder / "driver.c").write_text(DRIVER_SOURCE)
+    library = folder / "libcuda.so.1"
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", str(library), str(folder / "driver.c")], check=True)
+    return library
+
+
+def test_driver_is_read_through_its_interface(driver_library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = doctor.CudaDriver(ctypes.CDLL(str(driver_library)))
+    assert driver.cuda_version() == (13, 2)
+    assert driver.cards() == [Card("first", (12, 0), 96 * GIB), Card("second", (12, 1), 96 * GIB)]
+    assert driver.can_access_peer(0, 1)
+    assert not driver.can_access_peer(1, 0)
+    monkeypatch.setenv("FAKE_ERROR", "802")
+    with pytest.raises(DriverError, match=r"cuInit: error 802 \(system not yet initialized\)"):
+        driver.cards()
+    monkeypatch.setenv("FAKE_ERROR", "100")  # CUDA_ERROR_NO_DEVICE
+    assert driver.cards() == []
 
 
 @pytest.mark.parametrize(

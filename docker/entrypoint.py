@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Entry point of the image: looks at the machine, says in one line what prevents the start, and becomes the server.
+
+docker run ... IMAGE [SGLang's own arguments]     the server; without --model-path it serves the demo pair
+docker run ... IMAGE doctor [arguments]           the checks alone
+docker run ... IMAGE health                       exit status 0 when the server of this container answers
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import sys
+import urllib.request
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import doctor_checks
+from doctor_checks import Finding, Level, Questions
+
+SHARE = Path(__file__).resolve().parent
+FLAGS = SHARE / "flags.json"
+DEMO = SHARE / "demo"
+ADDRESS = Path("/tmp/sglang-address")
+DEFAULTS = {"--host": "0.0.0.0", "--port": "30000"}
+MODEL = ("--model-path", "--model", "--config")
+DRAFT = ("--speculative-draft-model-path", "--speculative-draft-model")
+RANKS = ("--tensor-parallel-size", "--tp-size")
+ALGORITHM = "--speculative-algorithm"
+BACKEND = "--attention-backend"
+CPU_PLATFORM = "sm120_reference"
+
+
+class UsageError(Exception):
+    """Arguments that the server would refuse; the message is one line."""
+
+
+def full_name(option: str, known: Sequence[str]) -> str:
+    """The option that `option` abbreviates, as argparse resolves it. Errors: UsageError."""
+    if option in known:
+        return option
+    candidates = [name for name in known if name.startswith(option)]
+    if len(candidates) == 1:
+        return candidates[0]
+    if candidates:
+        raise UsageError(
+            f"{option}: expected one option, got {len(candidates)}, {', '.join(candidates[:3])}; write it out"
+        )
+    close = difflib.get_close_matches(option, known, n=1)
+    remedy = f"did you mean {close[0]}?" if close else "--help lists them"
+    raise UsageError(f"{option}: expected an option of SGLang, got an unknown one; {remedy}")
+
+
+def read_options(arguments: Sequence[str], known: Sequence[str]) -> dict[str, str]:
+    """Option -> its first value ("" for a switch); the last of equal options counts. Errors: UsageError."""
+    options = {}
+    for index, argument in enumerate(arguments):
+        if not argument.startswith("--"):
+            continue
+        name, separator, value = argument.partition("=")
+        following = arguments[index + 1] if index + 1 < len(arguments) else ""
+        options[full_name(name, known)] = value if separator else "" if following.startswith("--") else following
+    return options
+
+
+def first(options: Mapping[str, str], names: Iterable[str]) -> str | None:
+    """Value of the first of `names` that is given."""
+    return next((options[name] for name in names if name in options), None)
+
+
+def complete(arguments: Sequence[str], options: Mapping[str, str]) -> list[str]:
+    """The server's arguments: what is missing, then `arguments`."""
+    added = [part for name, value in DEFAULTS.items() if name not in options for part in (name, value)]
+    draft = first(options, DRAFT)
+    if first(options, MODEL) is None:
+        added += ["--model-path", str(DEMO / "target")]
+        if draft is None:
+            draft = str(DEMO / "draft")
+            added += [DRAFT[0], draft]
+        if BACKEND not in options:
+            added += [BACKEND, "triton"]  # which DDTREE needs, and not every card has it as its default
+    if draft is not None and ALGORITHM not in options:
+        added += [ALGORITHM, "DDTREE"]
+    return [*added, *arguments]
+
+
+def number(options: Mapping[str, str], names: Iterable[str], default: int) -> int:
+    """A whole number among the options. Errors: UsageError."""
+    value = first(options, names)
+    if value is None:
+        return default
+    if not value.isascii() or not value.isdigit():
+        raise UsageError(f"{next(iter(names))}: expected a whole number, got {value!r}; correct it")
+    return int(value)
+
+
+def questions(options: Mapping[str, str], environment: Mapping[str, str]) -> Questions:
+    """What the doctor is to look at. Errors: UsageError."""
+    model = first(options, MODEL[:2])
+    on_cpu = options.get("--device") == "cpu" or environment.get("SGLANG_PLATFORM") == CPU_PLATFORM
+    nodes = max(number(options, ("--nnodes",), 1), 1)
+    return Questions(
+        model=model,
+        draft=first(options, DRAFT),
+        host=options.get("--host", DEFAULTS["--host"]),
+        port=number(options, ("--port",), int(DEFAULTS["--port"])),
+        ranks=max(number(options, RANKS, 1) // nodes, 1),
+        # The demo pair is there to be tried anywhere; nobody means to serve another model on the CPU by oversight.
+        card_required=first(options, MODEL) is not None and not on_cpu,
+    )
+
+
+def serve(arguments: Sequence[str]) -> int:
+    """Replace this process by the server; returns only when something prevents that."""
+    known = json.loads(FLAGS.read_text())
+    try:
+        options = read_options(arguments, known)
+        asked = questions(options, os.environ)
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if not {"--help", "-h"} & {*options, *arguments}:
+        findings: list[Finding] = doctor_checks.examine(asked)
+        reported = [one for one in findings if one.level is Level.FATAL] or findings
+        for finding in reported:
+            print(f"error: {finding.text}" if finding.level is Level.FATAL else f"doctor: {finding}", file=sys.stderr)
+        if doctor_checks.is_fatal(findings):
+            return 1
+        ADDRESS.write_text(health_address(asked))
+    command = [sys.executable, "-m", "sglang.launch_server", *complete(arguments, options)]
+    sys.stderr.flush()
+    os.execv(sys.executable, command)
+
+
+def health_address(asked: Questions) -> str:
+    """Where the server answers inside this container."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(
+        asked.host, f"[{asked.host}]" if ":" in asked.host else asked.host
+    )
+    return f"http://{host}:{asked.port}/health"
+
+
+def health() -> int:
+    """Exit status of the container's health check."""
+    try:
+        with urllib.request.urlopen(ADDRESS.read_text(), timeout=15) as answer:
+            return 0 if answer.status == 200 else 1
+    except OSError as error:
+        print(f"health: expected an answer with status 200, got '{error}'", file=sys.stderr)
+        return 1
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Do what the first argument says; without a command, serve."""
+    command = arguments[0] if arguments else ""
+    if command == "doctor":
+        return doctor_checks.main(arguments[1:])
+    if command == "health":
+        return health()
+    if command and not command.startswith("-"):
+        print(
+            f"error: {command}: expected an option, doctor or health, got this; options begin with --", file=sys.stderr
+        )
+        return 2
+    return serve(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
