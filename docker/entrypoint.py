@@ -30,6 +30,8 @@ RANKS = ("--tensor-parallel-size", "--tp-size")
 ALGORITHM = "--speculative-algorithm"
 BACKEND = "--attention-backend"
 CPU_PLATFORM = "sm120_reference"
+# Tells a supervisor that starting again would find the same fault; the server itself never exits with it.
+CANNOT_START = os.EX_CONFIG
 
 
 class UsageError(Exception):
@@ -119,14 +121,14 @@ def serve(arguments: Sequence[str]) -> int:
         asked = questions(options, os.environ)
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return CANNOT_START
     if not {"--help", "-h"} & {*options, *arguments}:
         findings: list[Finding] = doctor_checks.examine(asked)
         reported = [one for one in findings if one.level is Level.FATAL] or findings
         for finding in reported:
             print(f"error: {finding.text}" if finding.level is Level.FATAL else f"doctor: {finding}", file=sys.stderr)
         if doctor_checks.is_fatal(findings):
-            return 1
+            return CANNOT_START
         ADDRESS.write_text(health_address(asked))
     command = [sys.executable, "-m", "sglang.launch_server", *complete(arguments, options)]
     sys.stderr.flush()
@@ -162,7 +164,7 @@ def main(arguments: Sequence[str]) -> int:
         print(
             f"error: {command}: expected an option, doctor or health, got this; options begin with --", file=sys.stderr
         )
-        return 2
+        return CANNOT_START
     return serve(arguments)
 
 

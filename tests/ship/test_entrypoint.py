@@ -172,7 +172,7 @@ def start(share: Path, *arguments: str, **environment: str) -> tuple[int, list[s
 
 def refused(share: Path, *arguments: str, **environment: str) -> str:
     status, lines = start(share, "--port", str(free_port()), *arguments, **environment)
-    assert status != 0
+    assert status == 78  # EX_CONFIG
     (line,) = lines
     return line
 
@@ -193,5 +193,5 @@ def test_refusals_are_one_line(share: Path, tmp_path: Path) -> None:
 
 def test_a_word_that_is_no_command_is_refused(share: Path) -> None:
     status, lines = start(share, "bash")
-    assert status == 2
+    assert status == 78
     assert lines == ["error: bash: expected an option, doctor or health, got this; options begin with --"]

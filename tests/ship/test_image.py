@@ -6,10 +6,17 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
+import yaml
+
 REPO_ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(REPO_ROOT / "docker"), str(REPO_ROOT / "scripts")]
+
+import entrypoint
+
 DOCKERFILE = (REPO_ROOT / "docker" / "Dockerfile").read_text()
 LOCK = REPO_ROOT / "scripts" / "requirements" / "cuda.txt"
 BOOKWORM_PYTHON = "3.11"  # that of Debian 12, on which the image is based
@@ -136,3 +143,65 @@ def test_record_of_the_last_build() -> None:
     assert 0 < sum(record["largest_parts"].values()) <= record["bytes"] <= 12_000_000_000
     assert record["answer"]["tokens"] >= 1
     assert re.fullmatch(r"[0-9a-f]{64}", record["lock_sha256"])
+
+
+SERVICE = (REPO_ROOT / "docker" / "sglang.service").read_text().replace("\\\n", " ")
+COMPOSE = yaml.safe_load((REPO_ROOT / "docker" / "compose.yaml").read_text())
+
+
+def image_name() -> str:
+    (name,) = re.findall(r"^image=(\S+)$", (REPO_ROOT / "scripts" / "image").read_text(), flags=re.MULTILINE)
+    assert isinstance(name, str)
+    return name
+
+
+def test_services_start_the_image_that_is_built() -> None:
+    assert COMPOSE["services"]["server"]["image"] == image_name()
+    (start,) = re.findall(r"^ExecStart=(.*)$", SERVICE, flags=re.MULTILINE)
+    assert image_name() in start.split()
+
+
+def test_services_confine_the_server() -> None:
+    server = COMPOSE["services"]["server"]
+    assert server["read_only"] and server["cap_drop"] == ["ALL"]
+    assert server["security_opt"] == ["no-new-privileges:true"]
+    for option in ("--read-only", "--cap-drop ALL", "--security-opt no-new-privileges"):
+        assert option in SERVICE
+
+
+def test_nothing_listens_beyond_the_machine() -> None:
+    published = [port for service in COMPOSE["services"].values() for port in service["ports"]]
+    published += re.findall(r"--publish (\S+)", SERVICE)
+    assert len(published) == 4
+    for port in published:
+        assert port.startswith("127.0.0.1:"), port
+
+
+def test_the_folder_that_is_kept_is_the_user_s_home() -> None:
+    assert "home:/home/sglang" in COMPOSE["services"]["server"]["volumes"]
+    assert "sglang-home:/home/sglang " in SERVICE
+    assert ["WORKDIR", "/home/sglang"] in instructions()
+
+
+def test_configuration_that_is_mounted_exists() -> None:
+    mounted = [
+        volume.split(":")[0]
+        for service in COMPOSE["services"].values()
+        for volume in service["volumes"]
+        if volume.startswith("./")
+    ]
+    assert len(mounted) == 2
+    for name in mounted:
+        assert (REPO_ROOT / "docker" / name).is_file()
+
+
+def test_prometheus_asks_the_server() -> None:
+    scraped = yaml.safe_load((REPO_ROOT / "docker" / "prometheus.yaml").read_text())["scrape_configs"][0]
+    assert scraped["static_configs"] == [{"targets": ["server:30000"]}]
+    assert "--enable-metrics" in COMPOSE["services"]["server"]["command"]
+    source = yaml.safe_load((REPO_ROOT / "docker" / "grafana.yaml").read_text())["datasources"][0]
+    assert source["url"] == "http://prometheus:9090"
+
+
+def test_a_supervisor_does_not_repeat_what_cannot_start() -> None:
+    assert f"RestartPreventExitStatus={entrypoint.CANNOT_START}\n" in SERVICE
