@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Removes from an environment what a server on sm_90, sm_120 or the CPU never loads, and proves that nothing asks for it.
+"""Removes from an environment what a server on sm_90, sm_120 or the CPU never loads, after a check that nothing asks.
 
     python docker/prune.py SITE_PACKAGES
 

@@ -279,7 +279,7 @@ def check_packages(
 
 
 def load_alone(package: str, file: str) -> ModuleType | None:
-    """Run one module of `package` without importing the package, which may need torch; None where it is not installed."""
+    """Run one module of `package` without the package itself, which may need torch; None where it is not installed."""
     spec = importlib.util.find_spec(package)
     path = Path(spec.origin).with_name(file) if spec and spec.origin else None
     alone = importlib.util.spec_from_file_location(f"doctor_{path.stem}", path) if path and path.is_file() else None

@@ -145,6 +145,15 @@ def test_record_of_the_last_build() -> None:
     assert re.fullmatch(r"[0-9a-f]{64}", record["lock_sha256"])
 
 
+def test_the_table_of_sizes_is_that_of_the_last_build() -> None:
+    record = json.loads((REPO_ROOT / "docker" / "image.json").read_text())
+    sizes = {"the whole image": record["bytes"], **record["largest_parts"]}
+    text = (REPO_ROOT / "docker" / "README.md").read_text()
+    rows = re.findall(r"^\| `?([^`|]+?)`? \| ([\d.]+) \|", text, flags=re.MULTILINE)
+    assert len(rows) == 6
+    assert rows == [(name, f"{sizes[name] / 1e9:.2f}") for name, _ in rows]
+
+
 SERVICE = (REPO_ROOT / "docker" / "sglang.service").read_text().replace("\\\n", " ")
 COMPOSE = yaml.safe_load((REPO_ROOT / "docker" / "compose.yaml").read_text())
 
