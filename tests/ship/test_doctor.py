@@ -67,7 +67,7 @@ int cuInit(unsigned flags) { const char *error = getenv("FAKE_ERROR"); return fl
 int cuDriverGetVersion(int *version) { *version = 13020; return 0; }
 int cuDeviceGetCount(int *count) { *count = 2; return 0; }
 int cuDeviceGet(int *device, int ordinal) { *device = 40 + ordinal; return 0; }
-int cuDeviceGetName(char *name, int size, int device) { strncpy(name, device == 40 ? "first" : "second", size); return 0; }
+int cuDeviceGetName(char *name, int n, int device) { strncpy(name, device == 40 ? "first" : "second", n); return 0; }
 int cuDeviceTotalMem_v2(size_t *bytes, int device) { *bytes = (size_t)96 << 30; return 0; }
 int cuDeviceGetAttribute(int *value, int name, int device) { *value = name == 75 ? 12 : device - 40; return 0; }
 int cuDeviceCanAccessPeer(int *answer, int device, int peer) { *answer = device < peer; return 0; }
