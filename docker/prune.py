@@ -117,14 +117,12 @@ def main() -> int:
     found = objections(site, planned)
     for line in found:
         print(f"prune: {line}", file=sys.stderr)
-    if found:
-        return 1
-    for entry, files in planned.items():
+    for entry, files in planned.items() if not found else ():
         size = sum(file.stat().st_size for file in files)
         for file in files:
             file.unlink()
         print(f"prune: {size / 1e6:6.1f} MB  {entry.pattern}: {entry.reason}")
-    return 0
+    return 1 if found else 0
 
 
 if __name__ == "__main__":
