@@ -181,7 +181,10 @@ def test_refusals_are_one_line(share: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert refused(share, "--unknown").startswith("error: --unknown: expected an option of SGLang")
     assert "expected a directory, got /absent" in refused(share, "--model-path", "/absent", "--device", "cpu")
-    assert "got none; start the container with --gpus all" in refused(share, "--model-path", "organisation/name")
+    # Where there is a card, the driver is told to show none.
+    assert refused(share, "--model-path", "organisation/name").startswith(
+        "error: card: expected an NVIDIA device, got "
+    )
     assert "error: cache: expected" in refused(share, XDG_CACHE_HOME=str(tmp_path / "file"))
     assert "got 'fast'; unset it" in refused(share, SGLANG_SM120_VERIFY="fast")
     with socket.socket() as listener:
