@@ -11,6 +11,7 @@ import json
 import random
 import re
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -24,6 +25,9 @@ from serving.replay import (
     whole_chat,
     whole_completion,
 )
+from sglang.srt.entrypoints.openai.protocol import Function, Tool
+from sglang.srt.function_call.function_call_parser import FunctionCallParser
+from sglang.srt.sm120.tool_stream import MarkerByMarker
 
 NUM_SEEDS = 500
 
@@ -259,3 +263,15 @@ def test_completion_stream_is_the_whole_answer() -> None:
             streamed = [entry for choice in choices if choice["logprobs"] for entry in choice["logprobs"][name]]
             assert streamed == whole["choices"][0]["logprobs"][name]
         assert [choice["finish_reason"] for choice in choices] == [None] * (len(choices) - 1) + ["stop"]
+
+
+@pytest.mark.parametrize(("tokens", "wrapped"), [([1], True), ([1, 2, 3], False)])
+def test_markers_of_several_tokens_are_left_to_the_detector(tokens: list[int], wrapped: bool) -> None:
+    """A chunk may end inside such a marker; what marks a call must not be shown as text then."""
+    tokenizer = SimpleNamespace(encode=lambda text: [0, *tokens] if text else [0])
+    tool = Tool(function=Function(name="add", parameters={"type": "object"}))
+    parser = FunctionCallParser([tool], "kimi_k2", tokenizer=tokenizer)
+    assert isinstance(parser.detector, MarkerByMarker) is wrapped
+    if not wrapped:
+        shown = [parser.parse_stream_chunk(part)[0] for part in ("hi <|tool_calls_sec", "tion_begin|>")]
+        assert "".join(shown).strip() == "hi"

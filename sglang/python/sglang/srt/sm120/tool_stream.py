@@ -17,13 +17,24 @@ if TYPE_CHECKING:
 
 # The special tokens of Kimi, DeepSeek and GLM: `<|x|>`, the same with full-width bars, and tags.
 _MARKER = re.compile(r"(<[|｜][^<>|｜]+[|｜]>|</?(?:tool_call|arg_key|arg_value)>)")
-# Each marker of these formats is one token, which no chunk cuts.
+# Formats whose markers are single tokens of their models, which no chunk cuts.
 _DETECTORS = {"KimiK2Detector", "DeepSeekV3Detector", "DeepSeekV31Detector", "Glm4MoeDetector", "Glm47MoeDetector"}
 
 
-def marker_by_marker(detector: Any) -> Any:
-    """`detector` as it is, or wrapped to take any chunk if its format is one of Kimi's, DeepSeek's or GLM's."""
-    return MarkerByMarker(detector) if type(detector).__name__ in _DETECTORS else detector
+def marker_by_marker(detector: Any, tokenizer: Any = None) -> Any:
+    """`detector` as it is, or wrapped to take any chunk if its format is one of Kimi's, DeepSeek's or GLM's.
+
+    A tokenizer of another model spells the markers with several tokens, and a chunk may end inside one. SGLang's detector
+    waits for the rest of it.
+    """
+    if type(detector).__name__ not in _DETECTORS or _spells(tokenizer, detector.bot_token):
+        return detector
+    return MarkerByMarker(detector)
+
+
+def _spells(tokenizer: Any, marker: str) -> bool:
+    """Whether the marker is several tokens. Without a tokenizer it is taken for one."""
+    return tokenizer is not None and len(tokenizer.encode(marker)) > len(tokenizer.encode("")) + 1
 
 
 class MarkerByMarker:
