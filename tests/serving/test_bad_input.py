@@ -143,6 +143,8 @@ NATIVE_CASES: dict[str, dict[str, Any]] = {
     "json_schema object": {"sampling_params": {"json_schema": {"type": "object"}}},
     "structural_tag list": {"sampling_params": {"structural_tag": "[]"}},
     "structural_tag unknown": {"sampling_params": {"structural_tag": '{"type": "structural_tag", "format": {}}'}},
+    "input_ids empty beside text": {"input_ids": []},
+    "input_ids with an empty prompt": {"text": None, "input_ids": [[1, 2], []]},
     "input_ids above": {"text": None, "input_ids": [1, 2, 10**6]},
     "input_ids negative": {"text": None, "input_ids": [-5, 3]},
     "return_hidden_states": {"return_hidden_states": True},

@@ -33,7 +33,7 @@ def check_request(obj: Any, server_args: ServerArgs, vocab_size: int, takes_medi
         ValueError: naming the option, what was expected and what came.
     """
     check_form(obj, takes_media)
-    _check_token_ids(getattr(obj, "input_ids", None) or [], vocab_size)
+    _check_token_ids(getattr(obj, "input_ids", None), vocab_size)
     for options in _each(obj, "sampling_params"):
         _check_values(options, vocab_size)
         _check_budget(options, server_args)
@@ -55,8 +55,12 @@ def _each(obj: Any, name: str) -> list[Any]:
     return [part for part in (value if isinstance(value, list) else [value]) if part]
 
 
-def _check_token_ids(prompts: Sequence[Any], vocab_size: int) -> None:
+def _check_token_ids(prompts: Sequence[Any] | None, vocab_size: int) -> None:
+    if prompts is None:
+        return
     for ids in prompts if prompts and isinstance(prompts[0], list) else [prompts]:
+        if not ids:
+            raise ValueError("input_ids: expected token ids, got an empty list; leave it out to send text")
         found = next((token for token in ids if not 0 <= token < vocab_size), None)
         if found is not None:
             raise ValueError(f"input_ids: expected token ids from 0 to {vocab_size - 1}, got {found}")
