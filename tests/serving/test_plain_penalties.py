@@ -12,7 +12,7 @@ import torch
 
 from sglang.srt.sampling import penaltylib
 from sglang.srt.sampling.penaltylib.orchestrator import BatchedPenalizerOrchestrator
-from sglang.srt.sm120.penalties import count_drawn_tokens, count_earlier_output
+from sglang.srt.sm120.penalties import count_drawn_tokens, prepare_penalizers
 
 VOCABULARY = 8
 KINDS: list[Any] = [
@@ -56,7 +56,7 @@ def applied(penalizers: BatchedPenalizerOrchestrator, rows: int) -> torch.Tensor
 def test_order_does_not_depend_on_the_set(kinds: Any) -> None:
     batch = Batch("extend", [[2]])
     penalizers = orchestrator(batch, kinds)
-    count_earlier_output(penalizers, batch)  # type: ignore[arg-type]
+    prepare_penalizers(penalizers, batch)  # type: ignore[arg-type]
     assert applied(penalizers, 1)[0, 2] == (4.0 - 0.5 - 1.0) / 2
 
 
@@ -65,10 +65,11 @@ def test_counts_survive_a_retraction() -> None:
     outputs = [[1, 3, 1, 1], [], [5]]
     batch = Batch("extend", outputs)
     after = orchestrator(batch)
-    count_earlier_output(after, batch)  # type: ignore[arg-type]
+    prepare_penalizers(after, batch)  # type: ignore[arg-type]
     for row, ids in enumerate(outputs):
         alone = Batch("decode", [[]])
         one_by_one = orchestrator(alone)
+        prepare_penalizers(one_by_one, alone)  # type: ignore[arg-type]
         for token in ids:
             one_by_one.cumulate_output_tokens(torch.tensor([token]))
         torch.testing.assert_close(applied(after, 3)[row], applied(one_by_one, 1)[0])
@@ -77,7 +78,7 @@ def test_counts_survive_a_retraction() -> None:
 def test_decode_batches_are_left_alone() -> None:
     batch = Batch("decode", [[1]])
     penalizers = orchestrator(batch)
-    count_earlier_output(penalizers, batch)  # type: ignore[arg-type]
+    prepare_penalizers(penalizers, batch)  # type: ignore[arg-type]
     assert applied(penalizers, 1)[0, 1] == 4.0
 
 
