@@ -2,7 +2,8 @@
 """Where target-verify attention of an MLA model goes: to `mla_tree_verify`, or to SGLang's Triton kernel.
 
 The Triton backend calls two functions of this module, each at the place where the data passes (patches ``verify/*``):
-`graph_rows` when it sizes its CUDA graph state, and `serve_verify` per layer. The decision is made once, at start-up; nothing is chosen in the hot path.
+`graph_rows` when it sizes its CUDA graph state, and `serve_verify` per layer. The decision is made once, at start-up;
+nothing is chosen in the hot path.
 """
 
 from __future__ import annotations
