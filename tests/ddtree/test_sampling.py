@@ -17,7 +17,7 @@ import numpy as np
 import oracle
 import pytest
 import torch
-from ddtree_tree import TreeBuffers, build_tree
+from ddtree_tree import TreeBuffers, build_tree, tree_links
 from ddtree_walk import TOP_K_ALL, SamplingRows, WalkBuffers, draw_tokens, walk_logits, walk_tree
 from scipy import stats
 from verify_penalties import OutputCounts, Penalties, VerifyRows, penalize
@@ -190,11 +190,12 @@ def ratio_walk(sampling: Filter, seed: int) -> Walk:
     def walk(logits: torch.Tensor, tree: TreeBuffers, out: WalkBuffers) -> None:
         n, width = tree.max_bs, tree.width
         probs = logits.view(n, width, VOCAB).softmax(-1)
+        next_child = tree_links(tree.parents)[0]
 
         def draw(rows: torch.Tensor, path: torch.Tensor, step: int) -> torch.Tensor:
             current = probs.gather(1, rows[:, None, None].expand(-1, 1, VOCAB)).squeeze(1)
             own = torch.multinomial(current, 1, generator=generator).squeeze(1)
-            child = tree.next_child.gather(1, rows[:, None]).squeeze(1)
+            child = next_child.gather(1, rows[:, None]).squeeze(1)
             token = tree.token_ids.gather(1, child.clamp(min=0)[:, None])
             q = DRAFT[tree.token_ids[:, 0], min(step, DEPTH - 1)].softmax(-1).gather(1, token)
             ratio = (current.gather(1, token) / q).squeeze(1)

@@ -8,7 +8,7 @@ import math
 import oracle
 import pytest
 import torch
-from ddtree_tree import TreeBuffers, build_tree, draft_log_probs, local_top_k, merge_vocab_shards
+from ddtree_tree import TreeBuffers, build_tree, draft_log_probs, local_top_k, merge_vocab_shards, tree_links
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -89,11 +89,12 @@ def test_links_and_mask_follow_from_parents(
     for row in range(1, count):
         assert 0 <= parents[row] < row, "parents come before children"
         children[parents[row]].append(row)
+    next_child, next_sibling = (links[0].tolist() for links in tree_links(buffers.parents))
     for row in range(len(parents)):
-        linked, child = [], int(buffers.next_child[0, row])
+        linked, child = [], next_child[row]
         while child >= 0:
             linked.append(child)
-            child = int(buffers.next_sibling[0, child])
+            child = next_sibling[child]
         assert linked == children[row]
 
         seen, ancestor = {row}, parents[row]
@@ -101,7 +102,7 @@ def test_links_and_mask_follow_from_parents(
             seen.add(ancestor)
             ancestor = parents[ancestor]
         assert set(buffers.mask[0, row].nonzero().flatten().tolist()) == seen
-    assert buffers.next_sibling[0, 0] == -1
+    assert next_sibling[0] == -1
 
 
 @pytest.mark.parametrize("budget", [1, 3, 7, 16, 64])
@@ -119,7 +120,7 @@ def test_entries_beyond_the_batch_keep_their_content() -> None:
     log_probs, token_ids = marginals(2, 7, 16, "smooth", 5)
     buffers = build(log_probs, token_ids, 16, spare=3)
     fresh = TreeBuffers.allocate(5, 16, 7, "cpu")
-    for name in ("token_ids", "positions", "parents", "depths", "num_nodes", "next_child", "next_sibling", "mask"):
+    for name in ("token_ids", "positions", "parents", "depths", "num_nodes", "mask"):
         assert torch.equal(getattr(buffers, name)[2:], getattr(fresh, name)[2:]), name
     assert torch.equal(fresh.mask, torch.eye(17, dtype=torch.bool).expand(5, -1, -1))
 

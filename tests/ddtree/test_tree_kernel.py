@@ -20,7 +20,7 @@ sys.path[:0] = [str(ROOT / "sglang/python/sglang/srt/speculative"), str(Path(__f
 from ddtree_tree import TreeBuffers, build_tree
 from test_tree import marginals
 
-FIELDS = ("token_ids", "positions", "parents", "depths", "num_nodes", "next_child", "next_sibling", "scores", "mask")
+FIELDS = ("token_ids", "positions", "parents", "depths", "num_nodes", "scores", "mask")
 # Budget, depth, ranks, rows beyond the tree. 64 nodes use every ancestor bit; a depth above the budget cuts the spine.
 SHAPES = [
     (1, 1, 1, 0),

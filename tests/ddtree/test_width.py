@@ -19,7 +19,7 @@ def test_extra_rows_change_nothing() -> None:
     wide = TreeBuffers.allocate(3, budget=3, max_depth=7, device="cpu", width=8)
     for buffers in (narrow, wide):
         build_tree(log_probs, token_ids, roots, committed, buffers)
-    for name in ("token_ids", "positions", "parents", "depths", "next_child", "next_sibling"):
+    for name in ("token_ids", "positions", "parents", "depths"):
         assert torch.equal(getattr(wide, name)[:, :4], getattr(narrow, name)), name
     assert torch.equal(wide.mask[:, :4, :4], narrow.mask)
     assert torch.equal(wide.mask[:, 4:], torch.eye(8, dtype=torch.bool)[4:].expand(3, -1, -1))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from sglang.srt.speculative.ddtree_tree import write_links
+from sglang.srt.speculative.ddtree_tree import tree_links
 from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_mask
 
 if TYPE_CHECKING:
@@ -31,9 +31,7 @@ class TreeGrammar:
     @classmethod
     def stage(cls, tree: TreeBuffers, batch_size: int) -> TreeGrammar:
         """Start to copy the first `batch_size` trees to the host; call it before the verify pass is launched."""
-        write_links(tree, batch_size)  # a smaller or a cut tree has changed parents only
-        links = tree.next_child, tree.next_sibling, tree.token_ids
-        return cls(GrammarTree.from_device(*(link[:batch_size] for link in links)))
+        return cls(GrammarTree.from_device(*tree_links(tree.parents[:batch_size]), tree.token_ids[:batch_size]))
 
     def mask_logits(
         self, logits: torch.Tensor, batch: ScheduleBatch, grammar_barrier: Callable[[], None] | None

@@ -28,8 +28,6 @@ class TreeBuffers:
     parents       int64 [max_bs, T]    row of the parent; -1 for the root and for padding
     depths        int64 [max_bs, T]    0 for the root and for padding
     num_nodes     int64 [max_bs]       rows in use, the root included
-    next_child    int64 [max_bs, T]    row of the most likely child; -1 when there is none
-    next_sibling  int64 [max_bs, T]    row of the next child of the same parent; -1 when there is none
     scores        fp32  [max_bs, T]    log-probability of the row's path under the drafter; 0 for the root, -inf for padding
     mask          bool  [max_bs, T, T] mask[b, i, j]: row i sees row j (itself and its ancestors)
     rows          int64 [T]            0 .. T - 1, constant
@@ -42,8 +40,6 @@ class TreeBuffers:
     parents: torch.Tensor
     depths: torch.Tensor
     num_nodes: torch.Tensor
-    next_child: torch.Tensor
-    next_sibling: torch.Tensor
     scores: torch.Tensor
     mask: torch.Tensor
     rows: torch.Tensor
@@ -76,8 +72,6 @@ class TreeBuffers:
             parents=full(-1),
             depths=full(0),
             num_nodes=torch.ones(max_bs, dtype=torch.int64, device=device),
-            next_child=full(-1),
-            next_sibling=full(-1),
             scores=torch.full(shape, -math.inf, device=device).index_fill_(1, torch.tensor([0], device=device), 0.0),
             mask=torch.eye(width, dtype=torch.bool, device=device).repeat(max_bs, 1, 1),
             rows=torch.arange(width, device=device),
@@ -147,7 +141,6 @@ def build_tree(
     buffers.scores[:bs, nodes] = scores.masked_fill(~valid, -math.inf)
     torch.add(buffers.depths[:bs], committed[:, None], out=buffers.positions[:bs])
     torch.add(valid.sum(1), 1, out=buffers.num_nodes[:bs])
-    write_links(buffers, bs)
     _write_mask(buffers, bs)
 
 
@@ -232,17 +225,22 @@ def _extend_beam(
     return torch.cat([spine, keys[:, 1:]], 1), keys, origins[:, :beam]
 
 
-def write_links(buffers: TreeBuffers, bs: int) -> None:
-    """Derive the links to children and siblings of the first `bs` trees from their parents."""
-    parents, rows, width = buffers.parents[:bs], buffers.rows, buffers.width
-    is_child = parents[:, None, :] == rows[None, :, None]
-    same_parent = parents[:, None, :] == parents[:, :, None].masked_fill(parents[:, :, None] < 0, -2)
-    for found, link in (
-        (is_child, buffers.next_child),
-        (same_parent & (rows[None, :] > rows[:, None]), buffers.next_sibling),
-    ):
-        first = torch.where(found, rows, width).amin(-1)
-        link[:bs] = first.masked_fill(first == width, -1)
+def tree_links(parents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same trees as links, for walks from the root: next_child and next_sibling, int64 [bs, T].
+
+    parents [bs, T] as in TreeBuffers. A row's next child is its first child, the most likely one, and its next sibling the
+    next child of the same parent; -1 when there is none.
+    """
+    width = parents.shape[1]
+    rows = torch.arange(width, device=parents.device)
+    is_child = parents[:, None, :] == rows[:, None]
+    is_younger = (parents[:, None, :] == parents[:, :, None]) & (parents[:, :, None] >= 0) & (rows > rows[:, None])
+
+    def first(found: torch.Tensor) -> torch.Tensor:
+        row = torch.where(found, rows, width).amin(-1)
+        return row.masked_fill(row == width, -1)
+
+    return first(is_child), first(is_younger)
 
 
 def _write_mask(buffers: TreeBuffers, bs: int) -> None:

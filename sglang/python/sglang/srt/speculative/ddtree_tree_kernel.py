@@ -39,7 +39,7 @@ def build_tree_on_device(
     _build_tree[(batch_size,)](
         log_probs, token_ids, root_ids, root_ids.stride(0), committed, committed.stride(0),
         buffers.token_ids, buffers.positions, buffers.parents, buffers.depths, buffers.num_nodes,
-        buffers.next_child, buffers.next_sibling, buffers.scores, buffers.mask,
+        buffers.scores, buffers.mask,
         depths, ranks, buffers.budget, buffers.width,
         ROWS=triton.next_power_of_2(buffers.width), FRONTIER=triton.next_power_of_2(buffers.budget),
         num_warps=1,
@@ -62,7 +62,7 @@ def _log_prob(log_probs, depth, rank, num_depths, num_ranks):  # type: ignore[no
 @triton.jit
 def _build_tree(  # type: ignore[no-untyped-def]
     log_probs, token_ids, root_ids, root_stride, committed, committed_stride,
-    out_tokens, out_positions, out_parents, out_depths, out_num_nodes, out_child, out_sibling, out_scores, out_mask,
+    out_tokens, out_positions, out_parents, out_depths, out_num_nodes, out_scores, out_mask,
     num_depths, num_ranks, budget, width,
     ROWS: tl.constexpr, FRONTIER: tl.constexpr,
 ):  # fmt: skip
@@ -79,9 +79,6 @@ def _build_tree(  # type: ignore[no-untyped-def]
     depth = tl.where(on_spine, row, 0)
     rank = tl.zeros([ROWS], tl.int32)
     ancestors = tl.where(on_spine, (tl.full([ROWS], 1, tl.int64) << row.to(tl.int64)) - 1, 0)
-    child = tl.where(row < spine, row + 1, -1)
-    sibling = tl.full([ROWS], -1, tl.int32)
-    youngest = child  # the last child of a row so far
 
     # The frontier: the next sibling of each spine node. `base` is the score of the parent's path.
     open_depth = slot + 1
@@ -120,10 +117,6 @@ def _build_tree(  # type: ignore[no-untyped-def]
             row_score = tl.where(new, best, row_score)
             line = _at(ancestors, node_parent, row) | (tl.full([], 1, tl.int64) << node_parent.to(tl.int64))
             ancestors = tl.where(new, line, ancestors)
-            elder = _at(youngest, node_parent, row)
-            child = tl.where((row == node_parent) & (elder < 0), num_rows, child)
-            sibling = tl.where((row == elder) & (elder >= 0), num_rows, sibling)
-            youngest = tl.where(row == node_parent, num_rows, youngest)
 
             # Its next sibling takes its place, its first child a new one.
             next_score = node_base + _log_prob(log_probs, node_depth, node_rank + 1, num_depths, num_ranks)
@@ -150,8 +143,6 @@ def _build_tree(  # type: ignore[no-untyped-def]
     tl.store(out_positions + here, position, mask=in_width)
     tl.store(out_parents + here, parent.to(tl.int64), mask=in_width)
     tl.store(out_depths + here, depth.to(tl.int64), mask=in_width)
-    tl.store(out_child + here, child.to(tl.int64), mask=in_width)
-    tl.store(out_sibling + here, sibling.to(tl.int64), mask=in_width)
     tl.store(out_scores + here, row_score, mask=in_width)
     tl.store(out_num_nodes + request, num_rows.to(tl.int64))
     tile = out_mask + request * width * width + row * width
