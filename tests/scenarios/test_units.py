@@ -202,7 +202,8 @@ def test_trees_of_any_shape_use_the_same_buffers() -> None:
 def test_metrics_of_nothing_are_numbers() -> None:
     from prometheus_client import REGISTRY
 
-    metrics = TreeMetrics("toy-without-steps", depth=7)
+    labels = {"engine_type": "unified", "tp_rank": 0, "pp_rank": 0, "moe_ep_rank": 0}
+    metrics = TreeMetrics({"model_name": "toy-without-steps"} | labels, depth=7)
     metrics.observe([], budget=16)
     metrics.observe([0, 0], budget=16)
     values = {

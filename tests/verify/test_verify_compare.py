@@ -5,8 +5,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from prometheus_client import REGISTRY
 
-from sglang.srt.sm120.verify_compare import FAULT_VARIABLE, ROW_TOLERANCE, VerifyComparison
+from sglang.srt.sm120.verify_compare import (
+    FAULT_VARIABLE,
+    ROW_TOLERANCE,
+    ComparisonReport,
+    VerifyComparison,
+    publish_report,
+)
 
 ROWS, HEADS, DIM = 6, 4, 512
 
@@ -85,6 +92,14 @@ def test_the_test_switch_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     comparison.add(7, *outputs())
     report = comparison.read()
     assert report.bad_rows == 1 and report.first_bad == (7, 0, 0, 0)
+
+
+def test_the_gauges_have_the_report() -> None:
+    report = ComparisonReport(calls=7, bad_rows=2, max_error=0.25, min_cosine=0.5, first_bad=(1, 2, 3, 4))
+    publish_report(report, {"model_name": "compared"})
+    for name, expected in (("calls", 7), ("bad_rows", 2), ("max_error", 0.25), ("min_cosine", 0.5)):
+        value = REGISTRY.get_sample_value(f"sglang:verify_comparison_{name}", {"model_name": "compared"})
+        assert value == expected, name
 
 
 @pytest.mark.gpu

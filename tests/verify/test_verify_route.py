@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import re
 import sys
 from types import SimpleNamespace
@@ -10,15 +12,18 @@ from typing import Any
 
 import pytest
 import torch
+from prometheus_client import REGISTRY
 
 from sglang.srt import runtime_context
 from sglang.srt.sm120 import verify_route
 from sglang.srt.sm120.startup import StartupError
 from sglang.srt.sm120.verify_route import (
     MODE_VARIABLE,
+    Fallback,
     Kernel,
     VerifyMode,
     VerifyRoute,
+    publish_routes,
     route_of,
     serve_verify,
     verify_mode,
@@ -160,6 +165,27 @@ def test_auto_falls_back_with_the_reason(
     (line,) = [record.getMessage() for record in caplog.records]
     assert line.startswith("Verify attention: SGLang's Triton kernel, because")
     assert re.search(reason, line)
+
+
+def test_each_fallback_has_a_remedy() -> None:
+    calls = [node for node in ast.walk(ast.parse(inspect.getsource(verify_route))) if isinstance(node, ast.Call)]
+    codes = {ast.literal_eval(call.args[0]) for call in calls if getattr(call.func, "id", "") == "Fallback"}
+    assert codes | {"other_backend", "no_card"} == set(verify_route.REMEDIES)
+
+
+def test_the_gauge_says_who_serves(card: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(MODE_VARIABLE, "auto")
+    card(12)
+    backends = {9: backend(), 17: backend(use_mla=False), 33: SimpleNamespace()}
+    publish_routes(backends, {"model_name": "routes"})
+
+    def value(**labels: Any) -> float | None:
+        named = {"model_name": "routes"} | {name: str(label) for name, label in labels.items()}
+        return REGISTRY.get_sample_value("sglang:sm120_verify_route", named)
+
+    assert value(width=9, kernel="mla_tree_verify", reason="") == 1
+    assert value(width=17, kernel="triton", reason="not_mla") == 1
+    assert value(width=33, kernel="other", reason="other_backend") == 1
 
 
 @pytest.mark.parametrize("mode", ["on", "validate"])
@@ -305,7 +331,7 @@ def test_triton_gets_the_tree_from_its_own_buffer() -> None:
     """SGLang captures the DFLASH family without a mask, which would drop the tree without a word."""
     buffer = SimpleNamespace(buffer=torch.zeros(4))
     target, batch = kernel_backend(None, verify_mask=buffer)
-    target.sm120_route = VerifyRoute(None, "a reason", tree_mask=torch.ones(1))
+    target.sm120_route = VerifyRoute(None, Fallback("off", "a reason"), tree_mask=torch.ones(1))
     assert call(target, batch)[0] is False
     assert target.forward_metadata.custom_mask is buffer.buffer
     given = torch.ones(3)
@@ -315,7 +341,7 @@ def test_triton_gets_the_tree_from_its_own_buffer() -> None:
 
 def test_triton_without_trees_is_left_alone() -> None:
     target, batch = kernel_backend(None, verify_mask=SimpleNamespace(buffer=torch.zeros(4)))
-    target.sm120_route = VerifyRoute(None, "a reason")
+    target.sm120_route = VerifyRoute(None, Fallback("off", "a reason"))
     assert call(target, batch)[0] is False and target.forward_metadata.custom_mask is None
 
 
@@ -329,7 +355,7 @@ def test_graph_state_is_sized_by_requests_where_only_verify_runs(
     monkeypatch.setattr(verify_route, "_algorithm_name", lambda: algorithm)
     target, _ = kernel_backend(None)
     if not served:
-        target.sm120_route = VerifyRoute(None, "a reason")
+        target.sm120_route = VerifyRoute(None, Fallback("off", "a reason"))
     assert verify_route.graph_rows(target, 4, 36) == rows
     assert verify_route.graph_rows(target, 4, 3) == 3
     target.use_sliding_window_kv_pool = True
@@ -342,7 +368,8 @@ def test_a_mask_that_nobody_reads_is_freed(tree: bool, served: bool, kept: bool)
     buffer = SimpleNamespace(buffer=torch.zeros(4))
     target, _ = kernel_backend(None, _verify_mask=buffer)
     if not served:
-        target.sm120_route = VerifyRoute(None, "a reason")
+        target.sm120_route = VerifyRoute(None, Fallback("off", "a reason"))
     target.sm120_route.tree_mask = torch.ones(1) if tree else None
-    verify_route.drop_unread_mask(target)
+    assert verify_route.drop_unread_mask(target) == (0 if kept else 16)
     assert (target._verify_mask is buffer) is kept
+    assert verify_route.drop_unread_mask(target) == 0

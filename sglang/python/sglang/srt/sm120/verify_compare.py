@@ -10,13 +10,13 @@ from __future__ import annotations
 import functools
 import logging
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from prometheus_client import Gauge
+from sglang.srt.sm120.metrics import series
 
 logger = logging.getLogger(__name__)
 
@@ -106,8 +106,11 @@ class VerifyComparison:
         """The figures now; waits for the device."""
         return _report([tensor.cpu() for tensor in (self.counts, self.extremes, self.first_bad)])
 
-    def poll(self) -> str:
-        """Start a copy of the figures and describe what the one before brought, with a comma behind; "" without one."""
+    def poll(self, labels: Mapping[str, Any] | None = None) -> str:
+        """Start a copy of the figures and describe what the one before brought, with a comma behind; "" without one.
+
+        With `labels` what it brought is also set in ``/metrics``.
+        """
         if self._copied is not None and not self._copied.query():
             return ""
         report = _report(self._host) if self._copied is not None else None
@@ -119,7 +122,8 @@ class VerifyComparison:
         if report.bad_rows > self._reported_bad:
             self._reported_bad = report.bad_rows
             logger.error("Verify comparison: the kernel and Triton disagree: %s.", report)
-        _set_gauges(report)
+        if labels is not None:
+            publish_report(report, labels)
         return f"verify error: {report.max_error:.1e} in {report.calls} calls, "
 
 
@@ -141,22 +145,7 @@ def shared_comparison(device: torch.device | str) -> VerifyComparison:
     return VerifyComparison.allocate(device)
 
 
-@functools.cache
-def _gauges() -> dict[str, Gauge]:
-    from prometheus_client import Gauge
-
-    texts = {
-        "calls": "Layers compared in validate mode.",
-        "bad_rows": "Rows (token and head) in which the kernel and Triton disagree.",
-        "max_error": "Largest error of the kernel against Triton, in units of the row's largest element.",
-        "min_cosine": "Smallest cosine of a row of the kernel against Triton.",
-    }
-    return {name: Gauge(f"sglang:verify_comparison_{name}", text) for name, text in texts.items()}
-
-
-def _set_gauges(report: ComparisonReport) -> None:
-    from sglang.srt.runtime_context import get_observability
-
-    if get_observability().enable_metrics:
-        for name, gauge in _gauges().items():
-            gauge.set(getattr(report, name))
+def publish_report(report: ComparisonReport, labels: Mapping[str, Any]) -> None:
+    """Set the gauges of validate mode."""
+    for name in ("calls", "bad_rows", "max_error", "min_cosine"):
+        series(f"sglang:verify_comparison_{name}", labels).labels().set(getattr(report, name))

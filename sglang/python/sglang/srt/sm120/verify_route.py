@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from sglang.srt.sm120.metrics import series
 from sglang.srt.sm120.startup import StartupError
 from sglang.srt.sm120.verify_compare import VerifyComparison, shared_comparison
 from sglang.srt.speculative.ddtree_algorithm import is_ddtree
@@ -47,6 +49,32 @@ def verify_mode() -> VerifyMode:
     except ValueError:
         expected = ", ".join(mode.value for mode in VerifyMode)
         raise StartupError(f"{MODE_VARIABLE}: expected one of {expected}, got {value!r}") from None
+
+
+class Fallback(NamedTuple):
+    """Why the kernel does not serve.
+
+    code  one of `REMEDIES`; the label of the metric
+    text  the whole reason, for the log
+    """
+
+    code: str
+    text: str
+
+
+# What an operator can do about each fallback; docker/OPERATING.md has this table.
+REMEDIES = {
+    "off": f"somebody set `{MODE_VARIABLE}=off`; unset it to use the kernel",
+    "other_card": f"expected on such a card; `{MODE_VARIABLE}=on` tries the kernel where it has code for the card (9.0)",
+    "not_mla": "expected: the kernel computes MLA attention alone",
+    "latent_size": "expected: the kernel is made for a latent of 512 + 64, that of DeepSeek V3, Kimi K2 and GLM-4.7-Flash",
+    "context_parallel": "drop `--dcp-size` to use the kernel",
+    "unified_pool": "drop `--enable-unified-memory` to use the kernel",
+    "no_library": "install the kernel's package, `pip install ./sgl-kernel-sm120`, built for this card",
+    "unsupported": "the log names the limit: lower `--max-running-requests` or the budget, or use `--kv-cache-dtype auto`",
+    "other_backend": "the kernel serves behind `--attention-backend triton` alone, which is the default on sm_120",
+    "no_card": "expected without a card: the reference platform computes attention in plain torch",
+}
 
 
 @dataclass
@@ -98,15 +126,20 @@ class VerifyRoute:
     """The route of one target backend, as `route_of` gives it.
 
     kernel      what serves, or None when Triton does
-    reason      why Triton serves, as one line; None when the kernel does
+    fallback    why Triton serves; None when the kernel does
     comparison  set in validate mode
     tree_mask   bool [max_bs, T, T], static: DDTREE's trees; None for algorithms that carry their mask in the batch
     """
 
     kernel: Kernel | None
-    reason: str | None
+    fallback: Fallback | None
     comparison: VerifyComparison | None = None
     tree_mask: torch.Tensor | None = None
+
+    @property
+    def reason(self) -> str | None:
+        """Why Triton serves, as one line; None when the kernel does."""
+        return None if self.fallback is None else self.fallback.text
 
     @property
     def reads_compact_mask(self) -> bool:
@@ -134,47 +167,88 @@ def _decide(backend: Any) -> VerifyRoute | None:
         return None
     mode = verify_mode()
     width, max_bs = int(backend.num_draft_tokens or 0), int(backend.req_to_token_pool.size)
-    reason = _unserved(mode, backend, width, max_bs)
-    if reason is not None:
+    fallback = _unserved(mode, backend, width, max_bs)
+    if fallback is not None:
         if mode in (VerifyMode.ON, VerifyMode.VALIDATE):
-            raise StartupError(f"{MODE_VARIABLE}={mode.value}: {reason}; set it to auto to use SGLang's Triton kernel")
+            raise StartupError(
+                f"{MODE_VARIABLE}={mode.value}: {fallback.text}; set it to auto to use SGLang's Triton kernel"
+            )
         if is_ddtree(algorithm) or _is_sm120():
-            logger.info("Verify attention: SGLang's Triton kernel, because %s.", reason)
-        return VerifyRoute(kernel=None, reason=reason)
+            logger.info("Verify attention: SGLang's Triton kernel, because %s.", fallback.text)
+        return VerifyRoute(kernel=None, fallback=fallback)
     kernel = _allocate_kernel(backend, width, max_bs)
     _log_choice(backend, mode, kernel)
     return VerifyRoute(kernel, None, shared_comparison(backend.device) if mode is VerifyMode.VALIDATE else None)
 
 
-def _unserved(mode: VerifyMode, backend: Any, width: int, max_bs: int) -> str | None:
+def _unserved(mode: VerifyMode, backend: Any, width: int, max_bs: int) -> Fallback | None:
     """Why the kernel does not serve this backend, or None."""
     if mode is VerifyMode.OFF:
-        return f"{MODE_VARIABLE} is off"
+        return Fallback("off", f"{MODE_VARIABLE} is off")
     if mode is VerifyMode.AUTO and not _is_sm120():
-        return f"{MODE_VARIABLE} is auto and the card is not of compute capability 12.x"
+        return Fallback("other_card", f"{MODE_VARIABLE} is auto and the card is not of compute capability 12.x")
     pool = backend.token_to_kv_pool
     if not backend.use_mla:
-        return "the target is not an MLA model"
+        return Fallback("not_mla", "the target is not an MLA model")
     if (pool.kv_lora_rank, pool.qk_rope_head_dim) != (LATENT_DIM, ROPE_DIM):
-        return (
+        return Fallback(
+            "latent_size",
             f"the kernel expects a latent of {LATENT_DIM} + {ROPE_DIM}, "
-            f"the target has {pool.kv_lora_rank} + {pool.qk_rope_head_dim}"
+            f"the target has {pool.kv_lora_rank} + {pool.qk_rope_head_dim}",
         )
     if backend.dcp_size > 1:
-        return "decode context parallelism is on"
+        return Fallback("context_parallel", "decode context parallelism is on")
     if backend._translate_kv_loc is not None:
-        return "the unified memory pool is on"
+        return Fallback("unified_pool", "the unified memory pool is on")
     try:
         from sgl_kernel_sm120 import is_supported
     except ImportError as error:
-        return f"sgl_kernel_sm120 cannot be used: {error}; install it with `pip install ./sgl-kernel-sm120`"
-    return is_supported(
+        return Fallback(
+            "no_library",
+            f"sgl_kernel_sm120 cannot be used: {error}; install it with `pip install ./sgl-kernel-sm120`",
+        )
+    limit = is_supported(
         batch_size=max_bs,
         num_tokens=width,
         num_heads=backend.num_head,
         kv_dtype=pool.dtype,
         capability=torch.cuda.get_device_capability(backend.device),
     )
+    return None if limit is None else Fallback("unsupported", limit)
+
+
+def kernel_is_asked_for() -> bool:
+    """Whether the mode and the card let the kernel serve, as far as that is known before a model is loaded."""
+    mode = verify_mode()
+    return mode is not VerifyMode.OFF and (mode is not VerifyMode.AUTO or _is_sm120())
+
+
+def workspace_bytes(width: int, max_bs: int, num_heads: int) -> int:
+    """Bytes that the kernel needs for any batch of at most `max_bs` requests.
+
+    Errors: ImportError without the library, ValueError for a shape beyond its limits.
+    """
+    return max(_num_splits_and_bytes(bs, width, num_heads)[1] for bs in range(1, max_bs + 1))
+
+
+def workspace_of(backend: Any) -> int:
+    """Bytes of the workspace that a backend's kernel holds, 0 where none serves."""
+    route = route_of(backend)
+    return 0 if route is None or route.kernel is None else int(route.kernel.workspace.nbytes)
+
+
+def publish_routes(backends: Mapping[int, Any], labels: Mapping[str, Any]) -> None:
+    """Set the gauge that says who serves verify attention; `backends` are the target's by verify width."""
+    gauge = series("sglang:sm120_verify_route", labels)
+    for width, backend in backends.items():
+        route = route_of(backend)
+        if route is None:
+            kernel, code = "other", "other_backend" if torch.cuda.is_available() else "no_card"
+        elif route.fallback is None:
+            kernel, code = "mla_tree_verify", ""
+        else:
+            kernel, code = "triton", route.fallback.code
+        gauge.labels(width=width, kernel=kernel, reason=code).set(1)
 
 
 def _is_sm120() -> bool:
@@ -191,7 +265,7 @@ def _num_splits_and_bytes(bs: int, width: int, num_heads: int) -> tuple[int, int
 
 
 def _allocate_kernel(backend: Any, width: int, max_bs: int) -> Kernel:
-    needed = max(_num_splits_and_bytes(bs, width, backend.num_head)[1] for bs in range(1, max_bs + 1))
+    needed = workspace_bytes(width, max_bs, backend.num_head)
     try:
         workspace = torch.empty(needed, dtype=torch.uint8, device=backend.device)
     except torch.cuda.OutOfMemoryError as error:
@@ -247,11 +321,17 @@ def _algorithm_name() -> str | None:
     return get_spec().speculative_algorithm
 
 
-def drop_unread_mask(backend: Any) -> None:
-    """Free a captured backend's mask buffer, of the context's length, where the kernel alone reads DDTREE's masks."""
+def drop_unread_mask(backend: Any) -> int:
+    """Free a captured backend's mask buffer, of the context's length, where the kernel alone reads DDTREE's masks.
+
+    Returns its bytes, 0 where it stays.
+    """
     route = route_of(backend)
-    if route is not None and route.reads_compact_mask and route.tree_mask is not None:
-        backend._verify_mask = None
+    if route is None or not route.reads_compact_mask or route.tree_mask is None or backend._verify_mask is None:
+        return 0
+    size = int(backend._verify_mask.buffer.nbytes)
+    backend._verify_mask = None
+    return size
 
 
 def serve_verify(
@@ -339,9 +419,12 @@ def _check_call(layer: RadixAttention, width: int, kernel_width: int, extras: di
             )
 
 
-def report_comparison(scheduler: Any) -> str:
-    """Text for the scheduler's decode log in validate mode, else nothing; also sets the gauges of ``/metrics``."""
+def report_comparison(scheduler: Any, labels: Mapping[str, Any] | None) -> str:
+    """Text for the scheduler's decode log in validate mode, else nothing.
+
+    With `labels`, those of the scheduler's own series, it also sets the gauges of ``/metrics``.
+    """
     route = route_of(scheduler.tp_worker.model_runner.attn_backend)
     if route is None or route.comparison is None:
         return ""
-    return str(route.comparison.poll())
+    return str(route.comparison.poll(labels))

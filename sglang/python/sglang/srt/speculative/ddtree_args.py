@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.sm120.startup import StartupError
+from sglang.srt.sm120.variables import check_names
 from sglang.srt.sm120.verify_route import verify_mode
 from sglang.srt.speculative.ddtree_algorithm import is_ddtree
 from sglang.srt.speculative.ddtree_budget import AUTO, auto_budgets
@@ -102,9 +104,10 @@ def check_early(server_args: ServerArgs) -> None:
     """What must be checked before anything else reads the drafter's config, for every algorithm.
 
     Raises:
-        StartupError: for an unknown SGLANG_SM120_VERIFY, a budget without DDTREE, or a drafter that is missing or no
-            DFlash drafter.
+        StartupError: for an unknown SGLANG_SM120 variable or value, a budget without DDTREE, or a drafter that is missing
+            or no DFlash drafter.
     """
+    check_names(os.environ)
     verify_mode()
     if is_ddtree(server_args.speculative_algorithm):
         _load_drafter_config(server_args)

@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What operators see of DDTREE: acceptance by depth and node use, in ``/metrics``, the log and the response."""
+"""What operators see of DDTREE: acceptance by depth, node use, verify time, in ``/metrics``, the log and the response."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from sglang.srt.sm120.verify_route import report_comparison
+import torch
+
+from sglang.srt.sm120.metrics import series
+from sglang.srt.sm120.verify_route import publish_routes, report_comparison
 from sglang.srt.speculative.ddtree_algorithm import is_ddtree
 from sglang.srt.speculative.ddtree_args import budgets_of
 
@@ -27,8 +32,16 @@ def drafts_per_step(server_args: ServerArgs, default: int) -> int:
 
 
 def describe_steps(scheduler: Any, drafts_per_round: int) -> tuple[int, str]:
-    """For the scheduler's decode log: the accept rate's denominator, and what validate mode found since the last line."""
-    return drafts_per_step(scheduler.server_args, drafts_per_round), report_comparison(scheduler)
+    """For the scheduler's decode log: the accept rate's denominator, and what validate mode found since the last line.
+
+    Where metrics are on, it also says in ``/metrics`` who verifies for algorithms whose worker is SGLang's own.
+    """
+    reporter, args = scheduler.metrics_reporter, scheduler.server_args
+    labels = reporter.metrics_collector.labels if reporter.current_scheduler_metrics_enabled else None
+    if labels is not None and not is_ddtree(args.speculative_algorithm):
+        backend = scheduler.tp_worker.model_runner.attn_backend
+        publish_routes({int(args.speculative_num_draft_tokens or 0): backend}, labels)
+    return drafts_per_step(args, drafts_per_round), report_comparison(scheduler, labels)
 
 
 def describe_request(meta_info: dict[str, Any], server_args: ServerArgs, verify_steps: int, accepted: int) -> int:
@@ -45,36 +58,77 @@ def describe_request(meta_info: dict[str, Any], server_args: ServerArgs, verify_
     return verify_steps * drafts_per_step(server_args, int(server_args.speculative_num_draft_tokens) - 1)
 
 
+class VerifyTimer:
+    """How long verify passes take on the device, without a wait for it.
+
+    On CUDA a pass is enclosed by two events of its stream, which are read once both are over; elsewhere the host computes
+    it and its clock tells. `MOST_IN_FLIGHT` passes can be open, more than overlap has; a further one is not timed.
+    """
+
+    MOST_IN_FLIGHT = 4
+
+    def __init__(self, device: torch.device | str) -> None:
+        self._on_cuda = torch.device(device).type == "cuda"
+        self._free = deque(
+            (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+            for _ in range(self.MOST_IN_FLIGHT if self._on_cuda else 0)
+        )
+        self._open: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._seconds: list[float] = []
+        self._started = 0.0
+
+    def start(self) -> None:
+        """Call before the first launch of a pass."""
+        self._started = time.perf_counter()
+        if self._free:
+            self._free[0][0].record()
+
+    def stop(self) -> None:
+        """Call after its last launch."""
+        if not self._on_cuda:
+            self._seconds.append(time.perf_counter() - self._started)
+        elif self._free:
+            events = self._free.popleft()
+            events[1].record()
+            self._open.append(events)
+
+    def finished(self) -> list[float]:
+        """Seconds of the passes that have ended since the last call, oldest first."""
+        while self._open and self._open[0][1].query():
+            start, end = events = self._open.popleft()
+            self._seconds.append(start.elapsed_time(end) / 1e3)
+            self._free.append(events)
+        seconds, self._seconds = self._seconds, []
+        return seconds
+
+
 class TreeMetrics:
     """Prometheus series of one scheduler, under SGLang's own prefix.
 
     Create it after SGLang has set the multiprocess folder, that is, in the scheduler process.
+
+    Args:
+        labels: of the scheduler's series.
+        depth: the most drafted tokens that a pass can accept.
     """
 
-    def __init__(self, model_name: str, depth: int) -> None:
-        from prometheus_client import Counter, Gauge, Histogram
+    def __init__(self, labels: Mapping[str, Any], depth: int) -> None:
+        bounds = tuple(float(accepted) for accepted in range(depth + 1))
+        self._accepted_depth = series("sglang:spec_accepted_depth", labels, bounds).labels()
+        self._budget = series("sglang:spec_tree_budget", labels).labels()
+        self._nodes_verified = series("sglang:spec_tree_nodes_verified", labels).labels()
+        self._nodes_accepted = series("sglang:spec_tree_nodes_accepted", labels).labels()
+        self._verify_seconds = series("sglang:sm120_verify_seconds", labels).labels()
 
-        labels = {"model_name": model_name}
-        self._accepted_depth = Histogram(
-            "sglang:spec_accepted_depth",
-            "Drafted tokens accepted by one verify pass of one request.",
-            labelnames=labels,
-            buckets=list(range(depth + 1)),
-        ).labels(**labels)
-        self._budget = Gauge(
-            "sglang:spec_tree_budget", "Nodes of the last verified trees, the root not counted.", labelnames=labels
-        ).labels(**labels)
-        self._nodes_verified = Counter(
-            "sglang:spec_tree_nodes_verified", "Tree nodes verified, the root not counted.", labelnames=labels
-        ).labels(**labels)
-        self._nodes_accepted = Counter(
-            "sglang:spec_tree_nodes_accepted", "Tree nodes accepted, the root not counted.", labelnames=labels
-        ).labels(**labels)
+    def observe(self, accepted_per_request: Sequence[int], budget: int, verify_seconds: Sequence[float] = ()) -> None:
+        """Record one verify pass: drafted tokens accepted by each request, and the nodes of each tree.
 
-    def observe(self, accepted_per_request: Sequence[int], budget: int) -> None:
-        """Record one verify pass: drafted tokens accepted by each request, and the nodes of each tree."""
+        `verify_seconds` are the durations of passes that have ended since the last call.
+        """
         self._budget.set(budget)
         for accepted in accepted_per_request:
             self._accepted_depth.observe(accepted)
         self._nodes_verified.inc(budget * len(accepted_per_request))
         self._nodes_accepted.inc(sum(accepted_per_request))
+        for seconds in verify_seconds:
+            self._verify_seconds.observe(seconds)

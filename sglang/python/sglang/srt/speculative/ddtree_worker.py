@@ -16,14 +16,15 @@ from sglang.srt.distributed import get_tp_group
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 from sglang.srt.runtime_context import get_observability
-from sglang.srt.sm120.verify_route import route_of
+from sglang.srt.sm120.metrics import scheduler_labels
+from sglang.srt.sm120.verify_route import publish_routes, route_of
 from sglang.srt.speculative.ddtree_args import budgets_of
 from sglang.srt.speculative.ddtree_commit import move_accepted_rows
 from sglang.srt.speculative.ddtree_draft import TreeDrafter
 from sglang.srt.speculative.ddtree_grammar import TreeGrammar
 from sglang.srt.speculative.ddtree_info import DDTreeVerifyInput, expand_tree_mask, fill_tree_columns
 from sglang.srt.speculative.ddtree_ladder import Ladder, Rung
-from sglang.srt.speculative.ddtree_metrics import TreeMetrics, max_depth
+from sglang.srt.speculative.ddtree_metrics import TreeMetrics, VerifyTimer, max_depth
 from sglang.srt.speculative.ddtree_simulate import simulate_acceptance, simulation_requested
 from sglang.srt.speculative.ddtree_walk import (
     SamplingRows,
@@ -67,9 +68,11 @@ class DDTreeWorker(DFlashWorkerV2):
         )
         self.speculative_num_draft_tokens = widest  # the gauge of that name reads it here
         self._tree_drafter = TreeDrafter(self.model_runner.model.lm_head, get_tp_group(), block_size, self._budgets[-1])
+        self._labels = scheduler_labels(server_args, ps)
         self._metrics: TreeMetrics | None = None
         if get_observability().enable_metrics and ps.tp_rank == 0:
-            self._metrics = TreeMetrics(server_args.served_model_name, max_depth(self._budgets[-1], block_size))
+            self._metrics = TreeMetrics(self._labels, max_depth(self._budgets[-1], block_size))
+            self._verify_timer = VerifyTimer(self.device)
 
     def init_attention_backends(self) -> None:
         """Also allocate the static buffers: the pools exist and nothing is captured yet."""
@@ -88,6 +91,12 @@ class DDTreeWorker(DFlashWorkerV2):
             self._ladder.capture_smaller()
             self._ladder.measure(self.draft_model_runner.decode_cuda_graph_runner)
         self._ladder.drop_unread_masks()
+        self._report_start()
+
+    def _report_start(self) -> None:
+        """Say in ``/metrics`` who verifies."""
+        if get_observability().enable_metrics:
+            publish_routes({rung.width: rung.attn_backend for rung in self._ladder.rungs}, self._labels)
 
     def _maybe_build_draft_sampler(self) -> None:
         """No sampler for the chain in the draft graph: the tree is built there."""
@@ -159,7 +168,7 @@ class DDTreeWorker(DFlashWorkerV2):
         super().on_verify_complete_cpu(num_correct_drafts_per_req, batch_size=batch_size)
         budget = self._ladder.observe(num_correct_drafts_per_req)
         if self._metrics is not None:
-            self._metrics.observe(num_correct_drafts_per_req, budget)
+            self._metrics.observe(num_correct_drafts_per_req, budget, self._verify_timer.finished())
 
     def _window_slots(self, batch: ScheduleBatch, width: int) -> torch.Tensor:
         """Cache slots of the verify window, int64 [bs, T]; read before verify, since rows may change after it."""
@@ -195,9 +204,13 @@ class DDTreeWorker(DFlashWorkerV2):
         batch.seq_lens_cpu, batch.seq_lens_sum = draft_input.reserved_seq_lens_cpu, draft_input.reserved_seq_lens_sum
         forward_batch, _ = verify_input.prepare_for_verify(batch, self.target_worker)
         batch.seq_lens_cpu, batch.seq_lens_sum = lengths
+        if self._metrics is not None:
+            self._verify_timer.start()
         output = self.target_worker.forward_batch_generation(
             batch=None, forward_batch=forward_batch, is_verify=True, skip_attn_backend_init=True
         )
+        if self._metrics is not None:
+            self._verify_timer.stop()
         return output.logits_output, output.can_run_cuda_graph
 
     def _walk(self, batch: ScheduleBatch, logits: torch.Tensor, rung: Rung, captured: bool) -> WalkBuffers:

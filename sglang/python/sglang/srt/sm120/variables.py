@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The environment variables of the fork, each declared once; ``docker/OPERATING.md`` has its table from here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from sglang.srt.sm120.startup import StartupError
+
+PREFIX = "SGLANG_SM120_"
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One variable: what it may hold, what its absence means, and what it does."""
+
+    name: str
+    values: str
+    default: str
+    text: str
+
+
+VARIABLES = (
+    Variable(
+        "SGLANG_SM120_VERIFY",
+        "auto, on, off, validate",
+        "auto",
+        "Who computes verify attention: the kernel on compute capability 12.x and Triton elsewhere; the kernel or no start; "
+        "Triton; or both, compared on the device.",
+    ),
+    Variable(
+        "SGLANG_SM120_VERIFY_FAULT",
+        "1",
+        "unset",
+        "For tests of validate mode: falsifies one element of each compared output, which must be reported.",
+    ),
+)
+
+
+def check_names(environment: Mapping[str, str]) -> None:
+    """Refuse a misspelt variable, which would be ignored without a word.
+
+    Raises:
+        StartupError: naming the first variable with the fork's prefix that is none of its own.
+    """
+    known = [variable.name for variable in VARIABLES]
+    for name in sorted(environment):
+        if name.startswith(PREFIX) and name not in known:
+            raise StartupError(
+                f"{name}: expected one of {', '.join(known)}, got an unknown variable; correct or unset it"
+            )
