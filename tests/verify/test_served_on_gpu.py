@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import requests
+import torch
 from near_ties import NearTies
 from rank_shape import write_pair
 from tokenizers import Tokenizer
@@ -89,6 +90,38 @@ def test_start_up_says_what_was_chosen(serve: Serve) -> None:
     line = re.search(r"Verify attention: mla_tree_verify on (.*)", output)
     assert line, output[-3000:]
     assert "compute capability" in line[1] and "splits by batch size" in line[1] and "workspace" in line[1]
+
+
+def test_memory_is_accounted_for(serve: Serve, prompts: list[str]) -> None:
+    """Rows of the table add up to the card, and verify passes are timed without a wait."""
+    server = serve("DDTREE", *GRAPH_FLAGS, "--enable-metrics", environment=KERNEL)
+    (table,) = re.findall(r"Memory of rank 0:\n.*\n((?:  \w+ +\d+ +[\d.]+\n)+)", server.output())
+    owners = {row.split()[0]: int(row.split()[1]) for row in table.splitlines()}
+    assert sum(owners.values()) == torch.cuda.mem_get_info(0)[1]
+    assert min(owners[name] for name in ("weights", "draft_weights", "kv", "draft_kv", "workspace", "graphs")) > 0
+    assert owners["mask"] < 2**20, "masks of the whole context are freed where the kernel alone reads trees"
+    answers(server, prompts[:8], 4)
+    text = requests.get(f"{server.url}/metrics", timeout=60).text
+    (passes,) = re.findall(r"^sglang:sm120_verify_seconds_count{[^}]*} ([\d.]+)", text, re.MULTILINE)
+    (seconds,) = re.findall(r"^sglang:sm120_verify_seconds_sum{[^}]*} ([\d.e-]+)", text, re.MULTILINE)
+    assert float(passes) > 8 and 0 < float(seconds) / float(passes) < 1
+    assert re.search(r'^sglang:sm120_verify_route{[^}]*kernel="mla_tree_verify"[^}]*} 1', text, re.MULTILINE)
+
+
+@pytest.mark.scenario("BUG-057")
+@pytest.mark.parametrize("fraction", ["0.3", "0.55", "0.7", "0.8", "0.9", "0.95"])
+def test_a_fraction_serves_or_is_refused(serve: Serve, prompts: list[str], fraction: str) -> None:
+    """Pools of any size: a start serves, or names what is missing."""
+    flags = [
+        flag for flag in GRAPH_FLAGS if flag not in ("--max-total-tokens", "40000", "--mem-fraction-static", "0.3")
+    ]
+    try:
+        server = serve("DDTREE", *flags, "--mem-fraction-static", fraction, environment=KERNEL)
+    except ServerFailed as failed:
+        assert float(fraction) > 0.9
+        assert re.search(r"--mem-fraction-static: expected \d+ free bytes .* \d+ are missing; lower", str(failed))
+    else:
+        assert all(len(text) == NEW_TOKENS for text in answers(server, prompts[:20], 8))
 
 
 def test_every_step_replays_a_graph(serve: Serve, prompts: list[str]) -> None:

@@ -9,6 +9,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sglang.srt.sm120.memory_budget import lower_default_fraction
 from sglang.srt.sm120.startup import StartupError
 from sglang.srt.sm120.variables import check_names
 from sglang.srt.sm120.verify_route import verify_mode
@@ -74,6 +75,7 @@ def resolve_server_args(server_args: ServerArgs) -> None:
     speculative_hook._handle_dflash(server_args)
     server_args.speculative_num_draft_tokens = width
     server_args.speculative_ddtree_budget = str(asked)
+    lower_default_fraction(server_args, drafter, [verify_width(rung, block_size) for rung in budgets])
     if budget < block_size - 1:
         logger.warning(
             "DDTREE: budget %d cuts the most likely chain of %d tokens, so a step may accept less than DFLASH does.",

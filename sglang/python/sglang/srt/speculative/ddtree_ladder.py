@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sglang.srt.sm120.verify_route import drop_unread_mask, route_of
+from sglang.srt.sm120.memory_budget import AttentionScratch, VerifyShape, check_room
+from sglang.srt.sm120.verify_route import drop_unread_mask, route_of, workspace_of
 from sglang.srt.speculative.ddtree_args import verify_width
 from sglang.srt.speculative.ddtree_budget import BudgetController, request_budget
 from sglang.srt.speculative.ddtree_tree import TreeBuffers
@@ -40,6 +41,8 @@ class Rung:
     captured_walk  results of the greedy walk at the end of its graphs
     attn_backend   the target's backend for this width
     graph_runner   its captured passes; None without CUDA graphs
+    capture_bytes  what `Ladder.capture_smaller` saw its capture take; 0 for the largest, which SGLang captures
+    dropped_bytes  what its capture took and `Ladder.drop_unread_masks` gave back
     """
 
     budget: int
@@ -47,6 +50,8 @@ class Rung:
     captured_walk: WalkBuffers
     attn_backend: Any
     graph_runner: Any
+    capture_bytes: int = 0
+    dropped_bytes: int = 0
 
     @property
     def width(self) -> int:
@@ -87,6 +92,33 @@ class Ladder:
     def of_width(self, width: int) -> Rung:
         return next(rung for rung in self.rungs if rung.width == width)
 
+    def check_room(self, draft_runner: Any) -> None:
+        """Refuse a start whose capture would run out of memory; call with pools and backends in place.
+
+        Raises:
+            StartupError: naming the missing bytes and the flag to change.
+        """
+        from sglang.srt.model_executor.cuda_graph_config import Backend
+        from sglang.srt.model_executor.runner.base_cuda_graph_runner import get_batch_sizes_to_capture
+        from sglang.srt.utils import get_available_gpu_memory
+
+        runner, args = self._runner, self._runner.server_args
+        if runner.device != "cuda" or args.cuda_graph_config.decode.backend == Backend.DISABLED:
+            return
+        shape = VerifyShape(
+            captured=max(get_batch_sizes_to_capture(runner, self.largest.width)[0]),
+            widths=tuple(rung.width for rung in self.rungs),
+            block_size=self.largest.tree.max_depth + 1,
+            context_len=int(runner.model_config.context_len),
+            vocab_size=int(runner.model_config.vocab_size),
+            tp_size=self._tp_group.world_size,
+            target=AttentionScratch.of(runner.attn_backend),
+            drafter=AttentionScratch.of(draft_runner.attn_backend),
+        )
+        free = int(get_available_gpu_memory(runner.device, runner.gpu_id) * 2**30)
+        total = int(runner.pre_model_load_memory * 2**30)
+        check_room(shape.capture_bytes(), free, runner.mem_fraction_static, total)
+
     def capture_smaller(self) -> None:
         """Capture the other rungs and measure them all; call when the largest and the drafter are captured."""
         from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
@@ -106,6 +138,7 @@ class Ladder:
             finally:
                 get_context().override("ddtree.rung", speculative_num_draft_tokens=self.largest.width)
             used = free - get_available_gpu_memory(self._runner.device, self._runner.gpu_id)
+            rung.capture_bytes = int(used * 2**30) - workspace_of(rung.attn_backend)
             logger.info(
                 "DDTREE auto: captured budget %d in %.1f s, %.2f GB.", rung.budget, time.perf_counter() - start, used
             )
@@ -113,7 +146,7 @@ class Ladder:
     def drop_unread_masks(self) -> None:
         """Free what SGLang allocated for masks of the context's length; call when a rung has been captured."""
         for rung in self.rungs:
-            drop_unread_mask(rung.attn_backend)
+            rung.dropped_bytes = drop_unread_mask(rung.attn_backend)
 
     def measure(self, draft_runner: Any) -> None:
         """Fill the cost table from the captured graphs; every rank takes the first one's figures."""

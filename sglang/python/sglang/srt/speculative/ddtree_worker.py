@@ -16,6 +16,7 @@ from sglang.srt.distributed import get_tp_group
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 from sglang.srt.runtime_context import get_observability
+from sglang.srt.sm120 import memory_table
 from sglang.srt.sm120.metrics import scheduler_labels
 from sglang.srt.sm120.verify_route import publish_routes, route_of
 from sglang.srt.speculative.ddtree_args import budgets_of
@@ -83,6 +84,7 @@ class DDTreeWorker(DFlashWorkerV2):
         self._walks = [WalkBuffers.allocate(max_requests, self.block_size - 1, self.device) for _ in range(2)]
         self.model_runner.capture_tail_hooks.append(self._walk_in_graph)
         self.draft_model_runner.capture_tail_hooks.append(self._build_in_graph)
+        self._ladder.check_room(self.draft_model_runner)
 
     def init_cuda_graphs(self) -> None:
         """Capture the drafter, whose graphs build the trees, and under auto the target at the other widths."""
@@ -94,8 +96,12 @@ class DDTreeWorker(DFlashWorkerV2):
         self._report_start()
 
     def _report_start(self) -> None:
-        """Say in ``/metrics`` who verifies."""
+        """Say where this rank's memory went, in the log of the first rank and in ``/metrics``, and who verifies."""
+        table = memory_table.measure(self.target_worker.model_runner, self.draft_model_runner, self._ladder.rungs)
+        if self.ps.tp_rank == 0:
+            memory_table.log(table)
         if get_observability().enable_metrics:
+            memory_table.publish(table, self._labels)
             publish_routes({rung.width: rung.attn_backend for rung in self._ladder.rungs}, self._labels)
 
     def _maybe_build_draft_sampler(self) -> None:
