@@ -199,7 +199,7 @@ def test_configuration_that_is_mounted_exists() -> None:
         for volume in service["volumes"]
         if volume.startswith("./")
     ]
-    assert len(mounted) == 2
+    assert len(mounted) == 5
     for name in mounted:
         assert (REPO_ROOT / "docker" / name).is_file()
 
