@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+from sglang.srt.sm120.memory import row_headroom
 from sglang.srt.speculative import dflash_utils
 from sglang.srt.speculative.verify_adjustments import (
     add_logprobs,
@@ -17,7 +18,6 @@ from sglang.srt.speculative.verify_adjustments import (
     apply_min_p,
     finish_chain,
     record_first_tokens,
-    row_headroom,
 )
 
 ROWS, VOCABULARY = 3, 11

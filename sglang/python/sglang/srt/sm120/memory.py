@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a token costs in the KV pools of a target and its DFLASH drafter.
+"""What a token costs in the KV pools of a target and its DFLASH drafter, and what a request's row must hold.
 
 SGLang 0.5.17 takes the drafter's layers for layers of the target. For an MLA target with a GQA drafter that is wrong
 in both directions: Kimi K2.6 at tensor parallelism 8 is priced 5 % too high, at 1 so low that the pools do not fit.
@@ -8,7 +8,10 @@ in both directions: Kimi K2.6 at tensor parallelism 8 is priced 5 % too high, at
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sglang.srt.server_args import ServerArgs
 
 
 def draft_kv_bytes_per_token(drafter: Any, tp_size: int, element_size: int) -> int:
@@ -48,3 +51,16 @@ def price_draft_kv(configurator: Any, kvc: Any, num_layers: int) -> int:
     dtype = kvc.model_config.dtype if own_type else kvc.kv_cache_dtype
     draft_bytes = draft_kv_bytes_per_token(drafter, get_parallel().attn_tp_size, torch._utils._element_size(dtype))
     return int(configurator._compute_cell_size(kvc, num_layers)) + draft_bytes
+
+
+def row_headroom(server_args: ServerArgs) -> int:
+    """Slots that a request's row needs beyond the context length for the DFLASH family's reserve, else 0.
+
+    A decode step reserves two verify windows past the committed length and may round up to whole pages. A narrower
+    row spills into the next request's row, since nothing checks the bound.
+    """
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+    if not SpeculativeAlgorithm.from_string(server_args.speculative_algorithm).is_dflash_family():
+        return 0
+    return 2 * int(server_args.max_speculative_num_draft_tokens or 0) + server_args.page_size + 4

@@ -7,17 +7,25 @@ the server stops.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.sm120.grammars import check_grammar
-from sglang.srt.sm120.request_form import MAX_INT32, check_form, is_integer
-from sglang.srt.speculative.ddtree_algorithm import ALGORITHM, is_ddtree
-from sglang.srt.speculative.ddtree_args import budgets_of
-from sglang.srt.speculative.ddtree_budget import REQUEST_PARAMETER
+from sglang.srt.sm120.request_form import MAX_INT32, check_form
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
+
+    # Takes the request as the client sent it; raises ValueError as `check_request` does.
+    Check = Callable[[Any, ServerArgs], None]
+
+_feature_checks: list[Check] = []
+
+
+def add_check(check: Check) -> Check:
+    """Let `check_request` call `check` too: a feature registers here what it cannot serve. Returns `check`."""
+    _feature_checks.append(check)
+    return check
 
 
 def check_request(obj: Any, server_args: ServerArgs, vocab_size: int, takes_media: bool) -> None:
@@ -34,22 +42,19 @@ def check_request(obj: Any, server_args: ServerArgs, vocab_size: int, takes_medi
     """
     check_form(obj, takes_media)
     _check_token_ids(getattr(obj, "input_ids", None), vocab_size)
-    for options in _each(obj, "sampling_params"):
+    for options in values_of(obj, "sampling_params"):
         _check_values(options, vocab_size)
-        _check_budget(options, server_args)
         if server_args.grammar_backend == "xgrammar":
             check_grammar(options)
     _check_logprobs(obj, vocab_size)
     if server_args.enable_custom_logit_processor:
-        for processor in _each(obj, "custom_logit_processor"):
+        for processor in values_of(obj, "custom_logit_processor"):
             _check_processor(processor)
-    for hidden_states in _each(obj, "return_hidden_states"):
-        reason = speculation_refusal(server_args.speculative_algorithm, hidden_states)
-        if reason is not None:
-            raise ValueError(reason)
+    for check in _feature_checks:
+        check(obj, server_args)
 
 
-def _each(obj: Any, name: str) -> list[Any]:
+def values_of(obj: Any, name: str) -> list[Any]:
     """The values that a field gives the prompts of a request; absent ones are left out."""
     value = getattr(obj, name, None)
     return [part for part in (value if isinstance(value, list) else [value]) if part]
@@ -66,18 +71,6 @@ def _check_token_ids(prompts: Sequence[Any] | None, vocab_size: int) -> None:
             raise ValueError(f"input_ids: expected token ids from 0 to {vocab_size - 1}, got {found}")
 
 
-def _check_budget(options: Mapping[str, Any], server_args: ServerArgs) -> None:
-    """A request may lower the tree's budget: ``custom_params: {"ddtree_budget": n}``."""
-    custom = options.get("custom_params")
-    if not isinstance(custom, Mapping) or (budget := custom.get(REQUEST_PARAMETER)) is None:
-        return
-    if not is_ddtree(server_args.speculative_algorithm):
-        raise ValueError(f"custom_params.{REQUEST_PARAMETER}: only with --speculative-algorithm DDTREE; drop it")
-    largest = budgets_of(server_args)[-1]
-    if not is_integer(budget) or not 1 <= budget <= largest:
-        raise ValueError(f"custom_params.{REQUEST_PARAMETER}: expected an integer from 1 to {largest}, got {budget!r}")
-
-
 def _check_values(options: Mapping[str, Any], vocab_size: int) -> None:
     """What depends on the model; the form of the values has been checked (`request_form`)."""
     named = {"logit_bias": options.get("logit_bias"), "stop_token_ids": options.get("stop_token_ids")}
@@ -91,7 +84,7 @@ def _check_logprobs(obj: Any, vocab_size: int) -> None:
     """More alternatives than tokens, or a start before the prompt, would raise in the forward pass."""
     bounds = {"top_logprobs_num": (0, vocab_size), "logprob_start_len": (-1, MAX_INT32)}
     for name, (lowest, highest) in bounds.items():
-        for value in _each(obj, name):
+        for value in values_of(obj, name):
             if not lowest <= value <= highest:
                 raise ValueError(f"{name}: expected an integer from {lowest} to {highest}, got {value}")
 
@@ -104,34 +97,3 @@ def _check_processor(text: Any) -> None:
         CustomLogitProcessor.from_str(text)
     except Exception as error:
         raise ValueError(f"custom_logit_processor: expected a class from to_str(), got {error!r}") from error
-
-
-def speculation_refusal(algorithm: str | None, return_hidden_states: Any) -> str | None:
-    """Why this speculative algorithm, as resolved from the command line, cannot serve a request, or None.
-
-    Verification captures the layers that the drafter reads, not the last one, which the option promises.
-    """
-    if return_hidden_states and algorithm in (ALGORITHM, "DFLASH"):
-        return (
-            f"return_hidden_states: not supported with --speculative-algorithm {algorithm}; "
-            "drop it or use a server without speculative decoding"
-        )
-    return None
-
-
-def admission_refusal(req: Any) -> str | None:
-    """The scheduler's last check of a request in the DFLASH family, for clients that bypass the tokenizer's.
-
-    Seeded min-p is refused for DFLASH too: SGLang's sampler asserts on it in prefill, and the scheduler would stop.
-    """
-    from sglang.srt.runtime_context import get_exec, get_spec
-
-    params, algorithm = req.sampling_params, get_spec().speculative_algorithm
-    reason = speculation_refusal(algorithm, req.return_hidden_states)
-    if reason is not None or not get_exec().deterministic.enable_deterministic_inference:
-        return reason
-    if params.min_p > 0:
-        return "min_p: not supported with --enable-deterministic-inference; drop the option or the flag"
-    if params.sampling_seed is not None and params.top_k > 1 and not is_ddtree(algorithm):
-        return f"sampling_seed: not supported with --speculative-algorithm {algorithm}; drop it or use DDTREE"
-    return None

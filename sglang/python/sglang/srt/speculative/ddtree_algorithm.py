@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from sglang.srt.sm120.requests import add_check
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
@@ -72,3 +73,10 @@ def _create_worker(server_args: ServerArgs) -> type:
     from sglang.srt.speculative.ddtree_worker import DDTreeWorker
 
     return DDTreeWorker
+
+
+@add_check
+def _check_request(obj: Any, server_args: ServerArgs) -> None:
+    from sglang.srt.speculative.ddtree_requests import check_speculation
+
+    check_speculation(obj, server_args)

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from sglang.srt.layers.logits_processor import LogitsProcessorOutput
     from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
-    from sglang.srt.server_args import ServerArgs
     from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
     from sglang.srt.speculative.verify_processors import RecentRuns
 
@@ -170,16 +169,3 @@ def is_plain_greedy(sampling_info: SamplingBatchInfo) -> bool:
     )
     tables = sampling_info.acc_additive_penalties, sampling_info.acc_scaling_penalties, sampling_info.logit_bias
     return sampling_info.is_all_greedy and not adjusted and all(table is None for table in tables)
-
-
-def row_headroom(server_args: ServerArgs) -> int:
-    """Slots that a request's row needs beyond the context length for the DFLASH family's reserve, else 0.
-
-    A decode step reserves two verify windows past the committed length and may round up to whole pages. A narrower
-    row spills into the next request's row, since nothing checks the bound.
-    """
-    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
-
-    if not SpeculativeAlgorithm.from_string(server_args.speculative_algorithm).is_dflash_family():
-        return 0
-    return 2 * int(server_args.max_speculative_num_draft_tokens or 0) + server_args.page_size + 4
