@@ -73,14 +73,16 @@ def _wheel_at_hand(layout: Layout) -> tuple[Path | None, str]:
 
 
 def _table(layout: Layout, arguments: argparse.Namespace) -> None:
-    fresh = update(layout, read_patches(layout))
-    print(f"{layout.patches / 'README.md'} ({'written' if fresh else 'unchanged'})")
+    written = update(layout, read_patches(layout))
+    print(*(f"{page} (written)" for page in written) if written else ["unchanged"], sep="\n")
 
 
 def _review(layout: Layout, arguments: argparse.Namespace) -> None:
     pin, _, path = _fetched(layout, arguments)
     out = layout.build / "review"
-    print(f"{out} ({write_review(layout, pin, path, out)} mails; git am gives the bytes of build/tree)")
+    for number, stage in enumerate(write_review(layout, pin, path, out), 1):
+        print(f"{out}/{number:02d}-{stage.name} ({len(stage.steps)} mails)")
+    print("git am of all mails, in order and without the cover letters, gives the bytes of build/tree")
 
 
 def _refresh(layout: Layout, arguments: argparse.Namespace) -> None:
@@ -106,7 +108,7 @@ def _parser() -> argparse.ArgumentParser:
         ("fetch", _fetch, "download the pinned wheel into build/upstream and check its sha256"),
         ("tree", _tree, "write wheel + overlay + patches to build/tree"),
         ("wheel", _wheel, "build the fork's wheel into build/dist"),
-        ("review", _review, "write the changes with full context, for git am, to build/review"),
+        ("review", _review, "write the changes as series for git am, with cover letters, to build/review"),
         ("refresh", _refresh, "carry the patches to another release, into build/refresh"),
     ):
         sub = verb(name, function, text)
@@ -116,7 +118,7 @@ def _parser() -> argparse.ArgumentParser:
         if name == "refresh":
             sub.add_argument("version", help="the release, as in 0.5.23")
     verb("lint", _lint, "check patches, series, overlay and licence lines, and scan for upstream text")
-    verb("table", _table, "write the table of patches in patches/README.md")
+    verb("table", _table, "write the tables of patches in patches/README.md and README.md")
     return parser
 
 

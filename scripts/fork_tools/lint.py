@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from fork_tools import archive, patch, table, tree
+from fork_tools.covers import lint_covers
 from fork_tools.errors import ForkError
 from fork_tools.layout import Layout
 from fork_tools.leaks import UpstreamIndex, scan
@@ -20,7 +21,7 @@ SOURCE_SUFFIXES = (".py", ".cu", ".cuh", ".cc", ".cpp", ".h", ".sh")
 def lint(layout: Layout, wheel: Path | None, wheel_sha256: str) -> list[str]:
     """All problems of a checkout. Without the upstream wheel, those that can be seen without it."""
     patches, found = lint_patches(layout)
-    found += lint_series(layout) + lint_anchors(patches)
+    found += lint_series(layout) + lint_covers(layout) + lint_anchors(patches)
     found += table.problems(layout, patches)
     files = repository_files(layout.root)
     found += lint_licence_lines(files)

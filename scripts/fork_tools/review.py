@@ -1,43 +1,109 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fork's changes as a series with full context, for reviewers and for `git am`."""
+"""The fork's changes as small series with full context and cover letters, for reviewers and for `git am`.
 
+Each patch comes with the overlay files that it is the first to call. A series without patches, at the end, brings the
+files that no patch calls.
+"""
+
+from dataclasses import dataclass
 from pathlib import Path
 
 from fork_tools import archive, tree
+from fork_tools.archive import Files
+from fork_tools.calls import called_files
+from fork_tools.covers import Cover, read_cover
 from fork_tools.errors import ForkError
 from fork_tools.files import replace_folder, scratch_folder
 from fork_tools.layout import SOURCE_ROOT, Layout
 from fork_tools.patch import Patch
 from fork_tools.pin import Pin
-from fork_tools.scratch import ScratchRepository, source_files
-from fork_tools.series import in_series_order
+from fork_tools.scratch import IDENTITY, ScratchRepository, source_files
+from fork_tools.series import in_series_order, read_groups
 
-_OVERLAY_MESSAGE = "overlay: add the fork's new files\n\nPatches call them; upstream's files stay as they are.\n"
+COVER_LETTER = "0000-cover-letter.patch"  # the name that git gives it
+
+_FORMAT = ("--quiet", "--numbered", "--no-signature", "--zero-commit", "--full-index", "--binary", "--cover-letter")
 
 
-def write_review(layout: Layout, pin: Pin, wheel: Path, out: Path) -> int:
-    """Write one mail per patch, after one for the overlay, to the folder `out`; returns their number.
+@dataclass(frozen=True)
+class Step:
+    """One mail: a patch, or None for files alone, and the overlay files that come with it."""
 
-    The series is applied with `git am` to a pristine tree first, and must give the bytes of build/tree.
+    patch: Patch | None
+    files: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One series: its name, letter and mails, and by series the earlier files that it calls too."""
+
+    name: str
+    cover: Cover
+    steps: tuple[Step, ...]
+    needs: dict[str, list[str]]
+
+
+def plan(layout: Layout, overlay: Files) -> list[Stage]:
+    """The series of patches/series with the overlay's files dealt out to them; every file comes once."""
+    patches = {f"{one.name}.patch": one for one in in_series_order(layout, tree.read_patches(layout))}
+    owner: dict[str, str] = {}
+    stages = []
+    for group in read_groups(layout):
+        steps, needs = [], dict[str, list[str]]()
+        for name in group.patches:
+            called = called_files(patches[name], overlay)
+            for path in sorted(called & owner.keys()):
+                if owner[path] != group.name and path not in needs.setdefault(owner[path], []):
+                    needs[owner[path]].append(path)
+            steps.append(Step(patches[name], frozenset(called - owner.keys())))
+            owner |= dict.fromkeys(called - owner.keys(), group.name)
+        if not group.patches:
+            steps.append(Step(None, frozenset(overlay.keys() - owner.keys())))
+            owner |= dict.fromkeys(overlay.keys() - owner.keys(), group.name)
+        stages.append(Stage(group.name, read_cover(layout, group.name), tuple(steps), needs))
+    if missing := sorted(overlay.keys() - owner.keys()):
+        raise ForkError(
+            f"sglang/{SOURCE_ROOT}{missing[0]}: expected a patch that calls it, got none; "
+            "end patches/series with a heading of its own for files that no patch calls"
+        )
+    return stages
+
+
+def write_review(layout: Layout, pin: Pin, wheel: Path, out: Path) -> list[Stage]:
+    """Write one folder per series to the folder `out`, each with a cover letter and its mails; returns the series.
+
+    All are applied with `git am` to a pristine tree first, in order, and must give the bytes of build/tree.
     """
     pristine = archive.read(wheel)
-    patches = in_series_order(layout, tree.read_patches(layout))
+    overlay = tree.read_overlay(layout)
+    stages = plan(layout, overlay)
     with scratch_folder(layout.build / ".review") as scratch:
         repository = ScratchRepository(scratch / "repository")
-        base = repository.commit(f"{pin.name} {pin.version}\n", source_files(pristine))
-        tip = base
-        overlay = {SOURCE_ROOT + name: entry for name, entry in tree.read_overlay(layout).items()}
-        if overlay:
-            tip = repository.commit(_OVERLAY_MESSAGE, overlay, parent=tip)
-        for count, one in enumerate(patches, 1):
-            files = {SOURCE_ROOT + name: entry for name, entry in tree.apply(pristine, patches[:count]).items()}
-            tip = repository.commit(commit_message(one), files, parent=tip, author=one.fields["From"])
+        base = tip = repository.commit(f"{pin.name} {pin.version}\n", source_files(pristine))
+        applied: list[Patch] = []
         mails = scratch / "mails"
-        options = ["--quiet", "--no-numbered", "--no-signature", "--zero-commit", "--full-index", "--binary"]
-        repository.git("format-patch", *options, "--output-directory", str(mails), f"{base}..{tip}")
-        _verify(repository, base, sorted(mails.glob("*.patch")), source_files(tree.materialise(layout, pin, wheel)))
+        mails.mkdir()
+        for number, stage in enumerate(stages, 1):
+            start = tip
+            for step in stage.steps:
+                applied += [step.patch] if step.patch else []
+                files = {name: overlay[name] for name in step.files} | tree.apply(pristine, applied)
+                files = {SOURCE_ROOT + name: entry for name, entry in files.items()}
+                message, author = _message(step, stage)
+                tip = repository.commit(message, files, parent=tip, author=author)
+            folder = mails / f"{number:02d}-{stage.name}"
+            repository.git("format-patch", *_FORMAT, "--output-directory", str(folder), f"{start}..{tip}")
+            _fill_cover(folder / COVER_LETTER, stage, pin)
+        expected = source_files(tree.materialise(layout, pin, wheel))
+        _verify(repository, base, mails_of(mails), expected)
         replace_folder(mails, out)
-    return len(list(out.glob("*.patch")))
+    return stages
+
+
+def _message(step: Step, stage: Stage) -> tuple[str, str]:
+    if step.patch is None:
+        return f"{stage.cover.subject}\n\nNew files alone; see the cover letter.\n", IDENTITY
+    return commit_message(step.patch), step.patch.fields["From"]
 
 
 def commit_message(one: Patch) -> str:
@@ -45,6 +111,22 @@ def commit_message(one: Patch) -> str:
     kept = [line for line in one.header.split("\n") if not line.startswith(("From:", "Subject:", "Base:"))]
     body = "\n".join(kept).strip()
     return f"{one.fields['Subject']}\n\n{body}\n"
+
+
+def _fill_cover(path: Path, stage: Stage, pin: Pin) -> None:
+    """Put the letter into the form that git has written, above git's list of the mails and their sizes."""
+    lines = [stage.cover.body, f"Applies to {pin.tag}."]
+    for name, files in stage.needs.items():
+        lines += [f"It calls files that come with the series '{name}':"]
+        lines += [f"  {SOURCE_ROOT}{file}" for file in files]
+    text = path.read_text(encoding="utf-8")
+    text = text.replace("*** SUBJECT HERE ***", stage.cover.subject, 1)
+    path.write_text(text.replace("*** BLURB HERE ***", "\n".join(lines), 1), encoding="utf-8")
+
+
+def mails_of(folder: Path) -> list[Path]:
+    """The mails of all series below `folder` that `git am` takes, in order: all but the cover letters."""
+    return sorted(path for path in folder.glob("*/*.patch") if path.name != COVER_LETTER)
 
 
 def _verify(repository: ScratchRepository, base: str, mails: list[Path], expected: archive.Files) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from pathlib import Path
 
@@ -14,14 +15,27 @@ from fork_tools.errors import ForkError
 from fork_tools.refresh import require_merge_tree
 
 ROUTER = "python/sglang/router.py"
+LICENCE = "# SPDX-License-Identifier: Apache-2.0\n"
 
 
 def fill(toy: ToyCheckout) -> None:
-    """An overlay file and two patches, one of which touches two files."""
-    toy.overlay("sglang/reference.py", "# SPDX-License-Identifier: Apache-2.0\nactivate = None\n")
-    toy.patch("core/late", {ENGINE: [(15, marked("core/late", "late = 1", "late += 1"))]})
-    hunks = {ENGINE: [(5, marked("core/early", "five = 1"))], ROUTER: [(3, marked("core/early", "r = 1"))]}
-    toy.patch("core/early", hunks)
+    """Two series and one of files alone: a patch that calls an overlay module, one that touches two files."""
+    toy.overlay("sglang/reference.py", f"{LICENCE}activate = None\n")
+    toy.overlay("sglang/extra/__init__.py", LICENCE)
+    toy.overlay("sglang/extra/late.py", f"{LICENCE}def late():\n    from sglang.extra import deep\n")
+    toy.overlay("sglang/extra/deep.py", f"{LICENCE}import math\n")
+    toy.overlay("sglang/extra/early.py", LICENCE)
+    call = marked("core/late", "from sglang.extra.late import late", "late()")
+    toy.patch("core/late", {ENGINE: [(15, call)]})
+    toy.heading("second")
+    early = marked("core/early", "import sglang.extra.deep, sglang.extra.early")
+    toy.patch("core/early", {ENGINE: [(5, early)], ROUTER: [(3, marked("core/early", "r = 1"))]})
+    toy.heading("rest")
+
+
+def mails(toy: ToyCheckout) -> list[Path]:
+    """The mails of all series in order, without the cover letters."""
+    return sorted(path for path in (toy.layout.build / "review").glob("*/*") if path.name != "0000-cover-letter.patch")
 
 
 def git(folder: Path, *arguments: str) -> str:
@@ -43,10 +57,13 @@ def pristine_repository(folder: Path) -> None:
 def test_review_applies_with_git_am_and_gives_the_tree(toy: ToyCheckout, tmp_path: Path) -> None:
     fill(toy)
     assert toy.run("tree") == toy.run("review") == 0
-    mails = sorted((toy.layout.build / "review").iterdir())
-    assert len(mails) == 3
+    assert [str(path.relative_to(toy.layout.build / "review")) for path in mails(toy)] == [
+        "01-toy/0001-core-insert-a-few-lines.patch",
+        "02-second/0001-core-insert-a-few-lines.patch",
+        "03-rest/0001-rest-make-it-better.patch",
+    ]
     pristine_repository(tmp_path / "upstream")
-    git(tmp_path / "upstream", "am", *map(str, mails))
+    git(tmp_path / "upstream", "am", *map(str, mails(toy)))
     applied = {
         str(path.relative_to(tmp_path / "upstream/python")): path.read_bytes()
         for path in (tmp_path / "upstream/python").rglob("*")
@@ -56,25 +73,58 @@ def test_review_applies_with_git_am_and_gives_the_tree(toy: ToyCheckout, tmp_pat
     built = {str(path.relative_to(tree)): path.read_bytes() for path in tree.rglob("*") if path.is_file()}
     assert applied == {name: data for name, data in built.items() if ".dist-info/" not in name}
     subjects = git(tmp_path / "upstream", "log", "--format=%s", "-3").splitlines()
-    assert subjects[:2] == ["core: insert a few lines"] * 2
-    body = git(tmp_path / "upstream", "log", "-1", "--format=%an <%ae>%n%b")
+    assert subjects == ["rest: make it better", "core: insert a few lines", "core: insert a few lines"]
+    body = git(tmp_path / "upstream", "log", "-1", "--skip=1", "--format=%an <%ae>%n%b")
     assert body.startswith("A Maintainer <maintainer@example.org>\nWhy: The toy needs them,")
     assert "\nRemove-when: the toy is grown up\n" in body and "Base:" not in body
+
+
+def test_each_series_brings_the_files_that_it_calls_first(toy: ToyCheckout) -> None:
+    fill(toy)
+    assert toy.run("review") == 0
+    brought = [re.findall(r"^ create mode \d+ python/(.*)$", path.read_text(), re.MULTILINE) for path in mails(toy)]
+    assert brought == [
+        ["sglang/extra/__init__.py", "sglang/extra/deep.py", "sglang/extra/late.py"],
+        ["sglang/extra/early.py"],
+        ["sglang/reference.py"],
+    ]
+
+
+def test_a_series_has_a_letter_that_names_what_it_needs(toy: ToyCheckout) -> None:
+    fill(toy)
+    assert toy.run("review") == 0
+    first, second, _ = sorted((toy.layout.build / "review").glob("*/0000-cover-letter.patch"))
+    assert "\nSubject: [PATCH 0/1] toy: make it better\n\n## What is wrong\nIt is small.\n" in first.read_text()
+    assert "Applies to v1.0.\n\n" in first.read_text() and "***" not in first.read_text()
+    assert (
+        "Applies to v1.0.\nIt calls files that come with the series 'toy':\n"
+        "  python/sglang/extra/__init__.py\n  python/sglang/extra/deep.py\n\n"
+    ) in second.read_text()
+
+
+def test_a_file_that_nothing_calls_needs_a_series(toy: ToyCheckout, capsys: pytest.CaptureFixture[str]) -> None:
+    toy.overlay("sglang/reference.py", LICENCE)
+    toy.patch("core/late", {ENGINE: [(15, marked("core/late", "late = 1"))]})
+    assert toy.run("review") == 1
+    assert capsys.readouterr().err.startswith(
+        "fork: sglang/python/sglang/reference.py: expected a patch that calls it, got none; end patches/series with "
+    )
 
 
 def test_review_shows_context_and_is_the_same_every_time(toy: ToyCheckout) -> None:
     fill(toy)
     assert toy.run("review") == 0
-    first = {path.name: path.read_bytes() for path in (toy.layout.build / "review").iterdir()}
-    late = next(text for name, text in first.items() if name.startswith("0002")).decode()
-    assert "\n step_15 = 15 * scale\n+late = 1  # sm120: core/late\n+late += 1\n step_16 = 16 * scale\n" in late
+    first = {path: path.read_bytes() for path in (toy.layout.build / "review").glob("*/*")}
+    late = mails(toy)[0].read_text()
+    added = "+from sglang.extra.late import late  # sm120: core/late\n+late()\n"
+    assert f"\n step_15 = 15 * scale\n{added} step_16 = 16 * scale\n" in late
     assert toy.run("review") == 0
-    assert first == {path.name: path.read_bytes() for path in (toy.layout.build / "review").iterdir()}
+    assert first == {path: path.read_bytes() for path in (toy.layout.build / "review").glob("*/*")}
 
 
 def test_review_needs_a_series_that_is_right(toy: ToyCheckout, capsys: pytest.CaptureFixture[str]) -> None:
     fill(toy)
-    toy.write("patches/series", "core/late.patch\n")
+    toy.write("patches/series", "# toy\ncore/late.patch\n")
     assert toy.run("review") == 1
     assert capsys.readouterr().err.startswith("fork: patches/series: expected each patch once")
     assert {path.name for path in toy.layout.build.iterdir()} == {"upstream", ".fork.lock"}
@@ -116,8 +166,8 @@ def test_refreshed_patches_build_a_tree_of_the_other_release(toy: ToyCheckout) -
     toy.release(files, version="1.1")
     assert toy.run("tree") == 0
     lines = toy.tree("sglang/engine.py").splitlines()
-    assert lines[6:8] == ["step_5 = 5 * scale", "five = 1  # sm120: core/early"]
-    assert lines[17:20] == ["step_15 = 15 * scale", "late = 1  # sm120: core/late", "late += 1"]
+    assert lines[6:8] == ["step_5 = 5 * scale", "import sglang.extra.deep, sglang.extra.early  # sm120: core/early"]
+    assert lines[17:20] == ["step_15 = 15 * scale", "from sglang.extra.late import late  # sm120: core/late", "late()"]
 
 
 def test_refresh_follows_a_file_that_was_renamed(toy: ToyCheckout) -> None:

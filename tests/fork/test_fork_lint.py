@@ -54,7 +54,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
         "patches/series: expected a file for core/hook.patch, got none",
     ),
     "patch listed twice": (
-        lambda toy: toy.write("patches/series", "core/hook.patch\ncore/hook.patch\n"),
+        lambda toy: toy.write("patches/series", "# toy\ncore/hook.patch\ncore/hook.patch\n"),
         "patches/series: expected core/hook.patch once, got it again",
     ),
     "test that does not exist": (
@@ -100,6 +100,30 @@ CHANGES: dict[str, tuple[Change, str]] = {
     "no README": (
         lambda toy: (toy.layout.patches / "README.md").unlink(),
         "patches/README.md: expected the description of the patches, got no such file",
+    ),
+    "page without a place for the table": (
+        lambda toy: toy.write("README.md", "# Toy\n"),
+        "README.md: expected '<!-- table: scripts/fork table -->' and '<!-- end of table -->', got no such pair",
+    ),
+    "series without a letter": (
+        lambda toy: (toy.layout.patches / "covers/toy.md").unlink(),
+        "patches/covers/toy.md: expected the cover letter of the series, got no such file",
+    ),
+    "letter without a series": (
+        lambda toy: toy.cover("other"),
+        "patches/covers/other.md: expected its series, got none",
+    ),
+    "letter of another title": (
+        lambda toy: toy.write("patches/covers/toy.md", "# Toys\n"),
+        "patches/covers/toy.md: expected '# toy: what it does', at most 72 characters, got '# Toys'",
+    ),
+    "letter that lacks a section": (
+        lambda toy: toy.write("patches/covers/toy.md", "# toy: grow\n\n## What is wrong\nIt is small.\n"),
+        "patches/covers/toy.md: expected the sections What is wrong|What is missing, How to see it, What the change does,",
+    ),
+    "letter with an empty section": (
+        lambda toy: toy.cover("toy", How_to_see_it=" "),
+        "patches/covers/toy.md: expected text under 'How to see it', got none",
     ),
 }
 
@@ -182,3 +206,29 @@ def test_the_table_is_made_from_the_headers(clean: ToyCheckout) -> None:
     text = (clean.layout.patches / "README.md").read_text()
     assert "| `core/hook` | feature | 1 | insert a few lines | the toy is grown up |\n" in text
     assert "\n1 patches, 1 hunks, 2 added lines.\n<!-- end of table -->\n" in text
+
+
+def test_the_readme_has_a_row_for_each_series(clean: ToyCheckout) -> None:
+    with (clean.layout.patches / "series").open("a") as series:
+        series.write("# rest\n")
+    clean.cover("rest")
+    assert clean.run("table") == 0
+    text = (clean.layout.root / "README.md").read_text()
+    assert "| [toy](patches/covers/toy.md) | insert a few lines |\n" in text
+    assert "| [rest](patches/covers/rest.md) | make it better |\n\n1 patches, 1 hunks, 2 added lines.\n" in text
+
+
+@pytest.mark.parametrize(
+    ("series", "message"),
+    [
+        ("core/hook.patch\n", "expected a heading such as '# fixes' first, got core/hook.patch"),
+        ("# toy\ncore/hook.patch\n# toy\n", "expected the heading 'toy' once, got it again; join the two"),
+    ],
+)
+def test_a_series_that_cannot_be_read_is_one_line(
+    clean: ToyCheckout, capsys: pytest.CaptureFixture[str], series: str, message: str
+) -> None:
+    clean.write("patches/series", series)
+    capsys.readouterr()
+    assert clean.run("lint") == 1
+    assert capsys.readouterr().err == f"fork: patches/series: {message}\n"

@@ -7,6 +7,7 @@ import hashlib
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib.metadata import PathDistribution
 from pathlib import Path
 
@@ -116,21 +117,39 @@ def test_the_wheel_is_valid_and_has_the_same_bytes_twice(checkout: Path, tmp_pat
         assert {(group, name, target) for name, target in added.items()} <= points
 
 
-def test_review_gives_the_tree_by_git_am(checkout: Path, pristine: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def upstream(checkout: Path, pristine: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """A repository with the pinned release, and the review series beside it; the result runs git there."""
     assert cli.main(["--root", str(checkout), "review"]) == 0
-    python = tmp_path / "python"
-    subprocess.run([sys.executable, "-m", "zipfile", "-e", str(pristine), str(python)], check=True)
-    git = ["git", "-C", str(tmp_path), "-c", "user.name=Test", "-c", "user.email=test@example.org"]
-    mails = sorted(map(str, (checkout / "build/review").iterdir()))
-    commands = (
-        ["init", "--quiet"],
-        ["add", "--force", "."],
-        ["commit", "--quiet", "-m", "release"],
-        ["am", "--quiet", *mails],
-    )
-    for command in commands:
-        subprocess.run([*git, *command], check=True)
+    root = tmp_path_factory.mktemp("upstream")
+    subprocess.run([sys.executable, "-m", "zipfile", "-e", str(pristine), str(root / "python")], check=True)
+
+    def git(*arguments: str) -> Path:
+        identity = ["-c", "user.name=Test", "-c", "user.email=test@example.org"]
+        subprocess.run(["git", "-C", str(root), *identity, *arguments], check=True)
+        return root / "python"
+
+    git("init", "--quiet", "--initial-branch=release")
+    git("add", "--force", ".")
+    git("commit", "--quiet", "-m", "release")
+    return git
+
+
+def mails(folder: Path) -> list[str]:
+    """The mails below a folder in order, without the cover letters."""
+    return sorted(str(path) for path in folder.rglob("*.patch") if path.name != "0000-cover-letter.patch")
+
+
+def test_all_series_in_order_give_the_tree_by_git_am(checkout: Path, upstream: Callable[..., Path]) -> None:
+    upstream("checkout", "--quiet", "-b", "all", "release")
+    python = upstream("am", "--quiet", *mails(checkout / "build/review"))
     applied, built = content(python), content(checkout / "build/tree")
     assert {name: code for name, code in applied.items() if ".dist-info/" not in name} == {
         name: code for name, code in built.items() if ".dist-info/" not in name
     }
+
+
+def test_each_series_applies_to_the_release_alone(checkout: Path, upstream: Callable[..., Path]) -> None:
+    for series in sorted((checkout / "build/review").iterdir()):
+        upstream("checkout", "--quiet", "--detach", "release")
+        upstream("am", "--quiet", *mails(series))

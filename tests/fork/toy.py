@@ -105,7 +105,9 @@ class ToyCheckout:
         self.pristine = dict(PRISTINE)
         self.release(PRISTINE)
         self.write("patches/series", "# toy\n")
-        self.write("patches/README.md", "# Patches\n<!-- table: scripts/fork table -->\n<!-- end of table -->\n")
+        for page in ("README.md", "patches/README.md"):
+            self.write(page, "# Page\n<!-- table: scripts/fork table -->\n<!-- end of table -->\n")
+        self.cover("toy")
         self.write("tests/test_toy.py", "# SPDX-License-Identifier: Apache-2.0\n")
         self.write(".gitignore", "/build/\n")
         subprocess.run(["git", "init", "--quiet", str(self.layout.root)], check=True)
@@ -147,6 +149,24 @@ class ToyCheckout:
             with (self.layout.patches / "series").open("a") as series:
                 series.write(f"{name}.patch\n")
         return self.write(f"patches/{name}.patch", patch_text(name, hunks, bases, **overrides))
+
+    def heading(self, name: str) -> None:
+        """Begin another series, with its letter."""
+        with (self.layout.patches / "series").open("a") as series:
+            series.write(f"# {name}\n")
+        self.cover(name)
+
+    def cover(self, name: str, **sections: str) -> Path:
+        """Write the cover letter of a series; a keyword replaces the text of a section (`How_to_see_it`)."""
+        texts = {
+            "What is wrong": "It is small.",
+            "How to see it": "Look.",
+            "What the change does": "It grows.",
+            "Tests": "None.",
+        }
+        texts |= {section.replace("_", " "): text for section, text in sections.items()}
+        body = "\n".join(f"## {section}\n{text}\n" for section, text in texts.items())
+        return self.write(f"patches/covers/{name}.md", f"# {name}: make it better\n\n{body}")
 
     def run(self, *arguments: str) -> int:
         """Run a verb of the tool on this checkout."""
