@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import oracle
 import pytest
@@ -236,3 +237,13 @@ def test_merged_vocabulary_shards_equal_the_whole(sizes: tuple[int, ...], k: int
 def test_bad_top_k_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="num_valid 0 to 8, got k = 4, num_valid = 9"):
         local_top_k(torch.zeros(2, 8), 4, first_id=0, num_valid=9)
+
+
+@pytest.mark.parametrize("budget, size", [(16, "1,181"), (64, "7,613")])
+def test_design_note_has_the_bytes_of_a_tree(budget: int, size: str) -> None:
+    def total(requests: int) -> int:
+        tensors = vars(TreeBuffers.allocate(requests, budget, 7, "cpu")).values()
+        return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, torch.Tensor))
+
+    assert f"{total(3) - total(2):,}" == size  # what all trees share is left out
+    assert f"{size} bytes" in (Path(__file__).parents[2] / "sglang" / "DDTREE.md").read_text()
