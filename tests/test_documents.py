@@ -115,9 +115,9 @@ def commands(document: str) -> list[list[str]]:
     lines = [line for fence in FENCE.findall(text) for line in fence.replace("\\\n", " ").splitlines()]
     lines += SPAN.findall(FENCE.sub("", text))
     found = []
-    for line in (part for line in lines for part in line.split(" && ")):
+    for command in (command for line in lines for command in line.split(" && ")):
         try:
-            words = shlex.split(line, comments=True)
+            words = shlex.split(command, comments=True)
         except ValueError:  # code in another language
             continue
         while words and re.fullmatch(r"[A-Z_]+=\S+", words[0]):
