@@ -9,11 +9,16 @@ from fork_tools.archive import Entry
 from fork_tools.patch import Patch
 
 
-def called_files(one: Patch, overlay: Mapping[str, Entry]) -> set[str]:
-    """Paths in `overlay` of every module that the patch reaches, imports inside functions included."""
-    modules = {_module(name): name for name in overlay if name.endswith(".py")}
+def import_lines(one: Patch) -> list[str]:
+    """The imports among a patch's lines, each of which stands alone."""
     lines = (line.strip() for insertion in one.insertions for line in insertion.lines)
-    waiting = list(_imported(line for line in lines if line.startswith(("import ", "from "))))
+    return [line for line in lines if line.startswith(("import ", "from "))]
+
+
+def called_files(sources: Iterable[str], overlay: Mapping[str, Entry]) -> set[str]:
+    """Paths in `overlay` of every module that Python sources reach, imports inside functions included."""
+    modules = {_module(name): name for name in overlay if name.endswith(".py")}
+    waiting = list(_imported(sources))
     found: set[str] = set()
     while waiting:
         module = waiting.pop()

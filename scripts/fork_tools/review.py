@@ -5,12 +5,13 @@ Each patch comes with the overlay files that it is the first to call. A series w
 files that no patch calls.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from fork_tools import archive, tree
 from fork_tools.archive import Files
-from fork_tools.calls import called_files
+from fork_tools.calls import called_files, import_lines
 from fork_tools.covers import Cover, read_cover
 from fork_tools.errors import ForkError
 from fork_tools.files import replace_folder, scratch_folder
@@ -50,16 +51,14 @@ def plan(layout: Layout, overlay: Files) -> list[Stage]:
     stages = []
     for group in read_groups(layout):
         steps, needs = [], dict[str, list[str]]()
-        for name in group.patches:
-            called = called_files(patches[name], overlay)
+        members: list[Patch | None] = [patches[name] for name in group.patches]
+        for one in members or [None]:
+            called, files = _calls(one, overlay, owner)
             for path in sorted(called & owner.keys()):
                 if owner[path] != group.name and path not in needs.setdefault(owner[path], []):
                     needs[owner[path]].append(path)
-            steps.append(Step(patches[name], frozenset(called - owner.keys())))
-            owner |= dict.fromkeys(called - owner.keys(), group.name)
-        if not group.patches:
-            steps.append(Step(None, frozenset(overlay.keys() - owner.keys())))
-            owner |= dict.fromkeys(overlay.keys() - owner.keys(), group.name)
+            steps.append(Step(one, frozenset(files)))
+            owner |= dict.fromkeys(files, group.name)
         stages.append(Stage(group.name, read_cover(layout, group.name), tuple(steps), needs))
     if missing := sorted(overlay.keys() - owner.keys()):
         raise ForkError(
@@ -67,6 +66,15 @@ def plan(layout: Layout, overlay: Files) -> list[Stage]:
             "end patches/series with a heading of its own for files that no patch calls"
         )
     return stages
+
+
+def _calls(one: Patch | None, overlay: Files, owner: Mapping[str, str]) -> tuple[set[str], set[str]]:
+    """The files that a patch calls, and those among them that it brings; without one, what the files left over call."""
+    if one is not None:
+        called = called_files(import_lines(one), overlay)
+        return called, called - owner.keys()
+    left = overlay.keys() - owner.keys()
+    return called_files((overlay[name].data.decode() for name in left if name.endswith(".py")), overlay), left
 
 
 def write_review(layout: Layout, pin: Pin, wheel: Path, out: Path) -> list[Stage]:

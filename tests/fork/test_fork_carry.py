@@ -20,7 +20,7 @@ LICENCE = "# SPDX-License-Identifier: Apache-2.0\n"
 
 def fill(toy: ToyCheckout) -> None:
     """Two series and one of files alone: a patch that calls an overlay module, one that touches two files."""
-    toy.overlay("sglang/reference.py", f"{LICENCE}activate = None\n")
+    toy.overlay("sglang/reference.py", f"{LICENCE}from sglang.extra.early import activate\n")
     toy.overlay("sglang/extra/__init__.py", LICENCE)
     toy.overlay("sglang/extra/late.py", f"{LICENCE}def late():\n    from sglang.extra import deep\n")
     toy.overlay("sglang/extra/deep.py", f"{LICENCE}import math\n")
@@ -93,13 +93,14 @@ def test_each_series_brings_the_files_that_it_calls_first(toy: ToyCheckout) -> N
 def test_a_series_has_a_letter_that_names_what_it_needs(toy: ToyCheckout) -> None:
     fill(toy)
     assert toy.run("review") == 0
-    first, second, _ = sorted((toy.layout.build / "review").glob("*/0000-cover-letter.patch"))
+    first, second, last = sorted((toy.layout.build / "review").glob("*/0000-cover-letter.patch"))
     assert "\nSubject: [PATCH 0/1] toy: make it better\n\n## What is wrong\nIt is small.\n" in first.read_text()
     assert "Applies to v1.0.\n\n" in first.read_text() and "***" not in first.read_text()
     assert (
         "Applies to v1.0.\nIt calls files that come with the series 'toy':\n"
         "  python/sglang/extra/__init__.py\n  python/sglang/extra/deep.py\n\n"
     ) in second.read_text()
+    assert "series 'second':\n  python/sglang/extra/early.py\n" in last.read_text()
 
 
 def test_a_file_that_nothing_calls_needs_a_series(toy: ToyCheckout, capsys: pytest.CaptureFixture[str]) -> None:
