@@ -18,14 +18,15 @@ if TYPE_CHECKING:
 
     # Takes the request as the client sent it; raises ValueError as `check_request` does.
     Check = Callable[[Any, ServerArgs], None]
+    # Takes the scheduler's request; the reason to refuse it, or None.
+    Verdict = Callable[[Any], str | None]
 
-_feature_checks: list[Check] = []
+_feature_checks: list[tuple[Check, Verdict]] = []
 
 
-def add_check(check: Check) -> Check:
-    """Let `check_request` call `check` too: a feature registers here what it cannot serve. Returns `check`."""
-    _feature_checks.append(check)
-    return check
+def add_checks(check: Check, verdict: Verdict) -> None:
+    """Let `check_request` and `admission_refusal` ask a feature what it cannot serve."""
+    _feature_checks.append((check, verdict))
 
 
 def check_request(obj: Any, server_args: ServerArgs, vocab_size: int, takes_media: bool) -> None:
@@ -50,7 +51,7 @@ def check_request(obj: Any, server_args: ServerArgs, vocab_size: int, takes_medi
     if server_args.enable_custom_logit_processor:
         for processor in values_of(obj, "custom_logit_processor"):
             _check_processor(processor)
-    for check in _feature_checks:
+    for check, _ in _feature_checks:
         check(obj, server_args)
 
 
@@ -97,3 +98,9 @@ def _check_processor(text: Any) -> None:
         CustomLogitProcessor.from_str(text)
     except Exception as error:
         raise ValueError(f"custom_logit_processor: expected a class from to_str(), got {error!r}") from error
+
+
+def admission_refusal(req: Any) -> str | None:
+    """The scheduler's last check of a request, for clients that bypass the tokenizer's; the reason, or None."""
+    reasons = (verdict(req) for _, verdict in _feature_checks)
+    return next((reason for reason in reasons if reason is not None), None)

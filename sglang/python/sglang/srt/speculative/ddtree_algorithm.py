@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from sglang.srt.sm120.requests import add_check
+from sglang.srt.sm120.requests import add_checks
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
@@ -75,8 +75,16 @@ def _create_worker(server_args: ServerArgs) -> type:
     return DDTreeWorker
 
 
-@add_check
 def _check_request(obj: Any, server_args: ServerArgs) -> None:
     from sglang.srt.speculative.ddtree_requests import check_speculation
 
     check_speculation(obj, server_args)
+
+
+def _admission_refusal(req: Any) -> str | None:
+    from sglang.srt.speculative.ddtree_requests import drafting_refusal
+
+    return drafting_refusal(req)
+
+
+add_checks(_check_request, _admission_refusal)

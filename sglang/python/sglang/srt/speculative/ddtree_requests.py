@@ -55,8 +55,8 @@ def speculation_refusal(algorithm: str | None, return_hidden_states: Any) -> str
     return None
 
 
-def admission_refusal(req: Any) -> str | None:
-    """The scheduler's last check of a request in the DFLASH family, for clients that bypass the tokenizer's.
+def drafting_refusal(req: Any) -> str | None:
+    """What the DFLASH family cannot serve, for `sm120.requests.admission_refusal`.
 
     Seeded min-p is refused for DFLASH too: SGLang's sampler asserts on it in prefill, and the scheduler would stop.
     """
