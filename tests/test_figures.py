@@ -88,6 +88,19 @@ def test_design_note_has_the_ratios_to_its_peers() -> None:
     assert f"{len(small)} cells | geometric mean | {geometric_mean(small):.2f} |" in note
 
 
+def test_kernel_s_pages_have_the_sizes_of_its_config() -> None:
+    config = page("sgl-kernel-sm120/csrc/mla_tree_verify/config.cuh")
+    size = {name: int(value) for name, value in re.findall(r"constexpr int (k\w+) = (\d+);", config)}
+    limits = f"1-{size['kMaxBatch']} requests, 1-{size['kMaxTree']} tokens, 1-{size['kMaxHeads']} heads"
+    assert limits in page("sgl-kernel-sm120/README.md")
+    note = page("sgl-kernel-sm120/docs/mla_tree_verify.md")
+    stages, keys, row = size["kNumStages"], size["kStageKeys"], 2 * size["kDimQk"]
+    ring = f"{stages} stages x {keys} keys x ({row:,} + 16) bytes | {stages * keys * (row + 16):,} bytes"
+    assert f"| ring of keys | {ring} |" in note
+    assert f"| shared memory | limit of sm_120: {size['kSharedLimit']:,} |" in note
+    assert f"within the {size['kSharedLimit'] // 1024} KiB of shared memory" in page("README.md")
+
+
 @pytest.mark.parametrize("context", [1024, 4096, 16384, 65536])
 def test_readme_has_the_server_s_figures(context: int) -> None:
     rows = server_row("stock-dflash", context), server_row("sm120-ddtree", context)
