@@ -23,6 +23,12 @@ class Variable:
 
 VARIABLES = (
     Variable(
+        "SGLANG_SM120_MAX_BODY_MIB",
+        "a number from 1 on",
+        "32",
+        "Largest body of a request in MiB; a larger one gets HTTP 413 before it is parsed.",
+    ),
+    Variable(
         "SGLANG_SM120_VERIFY",
         "auto, on, off, validate",
         "auto",
