@@ -12,8 +12,9 @@ import difflib
 import json
 import os
 import sys
+import tempfile
 import urllib.request
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from pathlib import Path
 
 import doctor_checks
@@ -30,6 +31,10 @@ RANKS = ("--tensor-parallel-size", "--tp-size")
 ALGORITHM = "--speculative-algorithm"
 BACKEND = "--attention-backend"
 CPU_PLATFORM = "sm120_reference"
+# Ranks of one machine meet without a socket that others reach: torch's own store listens on every address.
+STORE = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+SPREAD = ("--nnodes", "--dist-init-addr", "--nccl-init-addr", "--data-parallel-size", "--dp-size")
 # Tells a supervisor that starting again would find the same fault; the server itself never exits with it.
 CANNOT_START = os.EX_CONFIG
 
@@ -113,6 +118,16 @@ def questions(options: Mapping[str, str], environment: Mapping[str, str]) -> Que
     )
 
 
+def keep_to_this_machine(options: Mapping[str, str], environment: MutableMapping[str, str]) -> None:
+    """Let the ranks meet in a file and on the loopback interface, unless they are spread or a variable says otherwise."""
+    if any(name in options for name in SPREAD):
+        return
+    for name in INTERFACES:
+        environment.setdefault(name, "lo")
+    if STORE not in environment:
+        environment[STORE] = f"file://{tempfile.mkdtemp(prefix='sglang-')}/store"
+
+
 def serve(arguments: Sequence[str]) -> int:
     """Replace this process by the server; returns only when something prevents that."""
     known = json.loads(FLAGS.read_text())
@@ -130,6 +145,7 @@ def serve(arguments: Sequence[str]) -> int:
         if doctor_checks.is_fatal(findings):
             return CANNOT_START
         ADDRESS.write_text(health_address(asked))
+        keep_to_this_machine(options, os.environ)
     command = [sys.executable, "-m", "sglang.launch_server", *complete(arguments, options)]
     sys.stderr.flush()
     os.execv(sys.executable, command)

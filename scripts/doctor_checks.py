@@ -209,7 +209,11 @@ def describe_cards(cards: Sequence[Card]) -> list[Finding]:
                 note(f"{what}; MLA verification runs in Triton, mla_tree_verify is built for sm_90, sm_120")
             )
     if len({(card.name, card.memory_bytes) for card in cards}) > 1:
-        findings.append(warning("cards: expected cards of one kind, got several; the smallest sets the memory of all"))
+        findings.append(
+            warning(
+                "cards: expected one kind, got several, of which the smallest sets the memory; choose by CUDA_VISIBLE_DEVICES"
+            )
+        )
     return findings
 
 
@@ -299,7 +303,7 @@ def check_kernel(loader: ModuleType | None, mode: str, cards: Sequence[Card]) ->
     wanted = required or (mode == "auto" and any(card.capability[0] == 12 for card in cards))
     lack = fatal if required else warning if wanted else note
     if loader is None:
-        return [lack("kernel library: expected sgl-kernel-sm120, got none; pip install ./sgl-kernel-sm120")]
+        return [lack("kernel library: expected sgl-kernel-sm120, got none; run scripts/setup --kernel")]
     try:
         loader.library()
     except ImportError as error:
@@ -320,10 +324,12 @@ def check_compilers(environment: dict[str, str], torch_cuda: str | None) -> list
     """What compiles kernels at run time; asked for only where there is a card."""
     findings = []
     nvcc = find_nvcc(environment)
-    if nvcc is None:
-        packaged = [Path(folder) / "nvidia" / "cu13" for folder in sys.path]
-        homes = [str(home) for home in packaged if (home / "bin" / "nvcc").is_file()] or ["a CUDA 13.0 toolkit"]
-        findings.append(warning(f"nvcc: expected in CUDA_HOME or PATH, got none; set CUDA_HOME to {homes[0]}"))
+    packaged = [home for folder in sys.path if ((home := Path(folder) / "nvidia" / "cu13") / "bin" / "nvcc").is_file()]
+    if nvcc is None and packaged:
+        remedy = f"set CUDA_HOME to {packaged[0]}, as scripts/serve does"
+        findings.append(warning(f"nvcc: expected in CUDA_HOME or PATH, got none; {remedy}"))
+    elif nvcc is None:
+        findings.append(warning("nvcc: expected in CUDA_HOME or PATH, got none; set CUDA_HOME to a CUDA 13.0 toolkit"))
     else:
         result = subprocess.run([nvcc, "--version"], check=False, capture_output=True, text=True)
         release = re.search(r"release (\d+\.\d+)", result.stdout)

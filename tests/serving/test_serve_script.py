@@ -28,6 +28,7 @@ import http.server, json, os, pathlib, subprocess, sys
 folder = pathlib.Path(__file__).parent
 arguments = sys.argv[3:]
 (folder / "arguments.json").write_text(json.dumps(arguments))
+(folder / "environment.json").write_text(json.dumps(dict(os.environ)))
 if "--fail" in arguments:
     sys.exit(7)
 child = subprocess.Popen(["sh", "-c", "trap '' TERM INT; while :; do sleep 1; done"])
@@ -61,9 +62,15 @@ class Checkout:
         path.write_text(text)
         path.chmod(0o755)
 
-    def start(self, *arguments: str) -> subprocess.Popen[str]:
+    def start(self, *arguments: str, **environment: str) -> subprocess.Popen[str]:
         command = [self.root / "scripts" / "serve", "--port", str(self.port), *arguments]
-        return popen(command, cwd=self.root)
+        return popen(command, cwd=self.root, env={**os.environ, **environment})
+
+    def environment(self, *arguments: str, **environment: str) -> dict[str, str]:
+        """Variables of a server that has ended."""
+        self.start("--fail", *arguments, **environment).communicate(timeout=30)
+        found: dict[str, str] = json.loads((self.programs / "environment.json").read_text())
+        return found
 
     def server_arguments(self) -> list[str]:
         arguments: list[str] = json.loads((self.programs / "arguments.json").read_text())
@@ -187,6 +194,29 @@ def test_arguments_are_added_only_where_needed(checkout: Checkout, arguments: li
     ]
     own = ["--host", "127.0.0.1", "--port", str(checkout.port)]
     assert checkout.server_arguments() == [*own, *expected, "--port", str(checkout.port), *arguments, "--fail"]
+
+
+def test_the_compiler_of_the_requirements_is_named(checkout: Checkout) -> None:
+    """SGLang compiles kernels at run time and asks CUDA_HOME for nvcc."""
+    toolkit = checkout.root / "build" / "env" / "lib" / "python3.11" / "site-packages" / "nvidia" / "cu13"
+    assert checkout.environment(CUDA_HOME="").get("CUDA_HOME") == ""
+    (toolkit / "bin").mkdir(parents=True)
+    checkout.write(toolkit / "bin" / "nvcc", "#!/bin/sh\n")
+    found = checkout.environment(CUDA_HOME="")
+    assert found["CUDA_HOME"] == str(toolkit)
+    assert found["PATH"].split(":")[0] == str(checkout.programs)  # where ninja is
+    assert checkout.environment(CUDA_HOME="/opt/cuda")["CUDA_HOME"] == "/opt/cuda"
+
+
+def test_ranks_of_one_machine_meet_on_it(checkout: Checkout) -> None:
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE")
+    found = checkout.environment(NCCL_SOCKET_IFNAME="eth7")
+    assert [found[name] for name in names[:2]] == ["lo", "eth7"]
+    store = Path(found[names[2]].removeprefix("file://"))
+    assert found[names[2]].startswith("file:///") and not store.parent.exists()  # removed with the server
+    for option in ("--nnodes", "--dp-size"):
+        spread = checkout.environment(option, "2")
+        assert not set(names) & set(spread) - set(os.environ)
 
 
 def test_a_port_in_use_is_refused_before_the_set_up(checkout: Checkout) -> None:

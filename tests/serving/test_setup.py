@@ -263,3 +263,21 @@ def test_the_kernel_is_a_layer_of_its_own(machine: Machine) -> None:
     failed = machine.setup("--kernel", FAKE_FAILURE="sgl-kernel-sm120")
     assert failed.returncode == 1 and "sgl-kernel-sm120: expected it to compile" in failed.stderr
     assert machine.setup("--kernel").returncode == 0 and machine.calls() == ["uv sgl-kernel-sm120"]
+
+
+def test_help_is_the_usage(machine: Machine) -> None:
+    for option in ("--help", "-h"):
+        result = machine.setup(option)
+        assert (result.returncode, result.stderr, machine.calls()) == (0, "", [])
+        for word in ("scripts/setup [--tests] [--kernel]", "--tests ", "--kernel "):
+            assert word in result.stdout
+
+
+def test_the_compiler_of_the_requirements_becomes_a_toolkit(machine: Machine) -> None:
+    """Its packages lack the names that linkers ask for."""
+    toolkit = machine.root / "build" / "env" / "lib" / "python3.11" / "site-packages" / "nvidia" / "cu13"
+    made = f"mkdir -p {toolkit}/bin {toolkit}/lib; touch {toolkit}/bin/nvcc {toolkit}/lib/lib{{cudart,nvrtc}}.so.13\n"
+    machine.program("uv", UV.replace("name=", f"{made}chmod +x {toolkit}/bin/nvcc\nname=", 1))
+    assert machine.setup().returncode == 0
+    for name in ("libcudart.so", "libnvrtc.so"):
+        assert (toolkit / "lib64" / name).resolve() == toolkit / "lib" / f"{name}.13"
