@@ -27,7 +27,19 @@ METRIC = re.compile(r"(sglang:[a-z0-9_]+?)(?:_total|_bucket|_sum|_count)?(?![a-z
 FIELD = re.compile(r"`(spec_[a-z_]+)`")
 # Not ours: of pip, uv, compilers and model hubs, and of docker.
 FOREIGN_VARIABLES = {"PIP_INDEX_URL", "UV_DEFAULT_INDEX", "CUDA_HOME", "HF_HUB_OFFLINE"}
-FOREIGN_FLAGS = {"--gpus", "--rm", "--shm-size", "--ulimit", "--read-only", "--tmpfs", "--build-arg", "--file"}
+FOREIGN_FLAGS = {
+    "--gpus",
+    "--rm",
+    "--shm-size",
+    "--ulimit",
+    "--read-only",
+    "--tmpfs",
+    "--build-arg",
+    "--file",
+    "--worker-urls",
+    "--strict",
+    "--disable-pip",
+}
 
 
 @functools.cache

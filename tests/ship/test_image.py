@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
+import pytest
 import yaml
 
 REPO_ROOT = Path(__file__).resolve().parents[2]
@@ -111,7 +114,7 @@ def test_compiler_is_that_of_the_kernel_package() -> None:
 
 def test_every_package_is_locked_by_hash() -> None:
     installs = [line for line in DOCKERFILE.splitlines() if re.search(r"\bpip install\b", line)]
-    assert len(installs) == 3
+    assert len(installs) == 4
     for line in installs:
         # Our own two wheels come from the stage beside it.
         assert "--require-hashes" in line or ("--offline --no-deps" in line and "/src/build/dist/*.whl" in line), line
@@ -136,13 +139,16 @@ def test_nothing_of_the_building_machine_is_kept() -> None:
 
 def test_record_of_the_last_build() -> None:
     record = json.loads((REPO_ROOT / "docker" / "image.json").read_text())
-    assert {"answered", "built_with", "date", "lock_sha256"} <= set(record)
+    assert {"answered", "built_with", "base", "date", "lock_sha256", "refused"} <= set(record)
     if not record["answered"]:
         assert record["reason"]
         return
     assert 0 < sum(record["largest_parts"].values()) <= record["bytes"] <= 12_000_000_000
     assert record["answer"]["tokens"] >= 1
-    assert re.fullmatch(r"[0-9a-f]{64}", record["lock_sha256"])
+    assert record["lock_sha256"] == hashlib.sha256(LOCK.read_bytes()).hexdigest()
+    assert record["base"].startswith("docker.io/library/debian:bookworm-slim@sha256:")
+    assert {"--unknown", "--port 70000"} <= set(record["refused"])
+    assert all(line.startswith("error: ") for line in record["refused"].values())
 
 
 def test_the_table_of_sizes_is_that_of_the_last_build() -> None:
@@ -214,3 +220,25 @@ def test_prometheus_asks_the_server() -> None:
 
 def test_a_supervisor_does_not_repeat_what_cannot_start() -> None:
     assert f"RestartPreventExitStatus={entrypoint.CANNOT_START}\n" in SERVICE
+
+
+def analyze(*arguments: str) -> subprocess.CompletedProcess[str]:
+    if shutil.which("systemd-analyze") is None:
+        pytest.skip("needs systemd-analyze, which is not installed")
+    return subprocess.run(["systemd-analyze", *arguments], capture_output=True, text=True, check=False)
+
+
+def test_systemd_takes_the_unit(tmp_path: Path) -> None:
+    """With stand-ins for docker, which is not here: its unit, and its client."""
+    (tmp_path / "docker.service").write_text("[Service]\nExecStart=/bin/true\n")
+    unit = tmp_path / "sglang.service"
+    unit.write_text((REPO_ROOT / "docker" / "sglang.service").read_text().replace("/usr/bin/docker", "/bin/true"))
+    checked = analyze("verify", str(unit), str(tmp_path / "docker.service"))
+    assert (checked.returncode, checked.stderr) == (0, "")
+    unit.write_text(unit.read_text().replace("NoNewPrivileges=yes", "NoNewPrivilege=yes"))
+    assert "NoNewPrivilege'" in analyze("verify", str(unit), str(tmp_path / "docker.service")).stderr
+
+
+def test_systemd_finds_little_exposure() -> None:
+    checked = analyze("security", "--offline=true", "--threshold=20", str(REPO_ROOT / "docker" / "sglang.service"))
+    assert checked.returncode == 0, checked.stdout.splitlines()[-1]

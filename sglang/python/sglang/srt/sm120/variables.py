@@ -23,12 +23,6 @@ class Variable:
 
 VARIABLES = (
     Variable(
-        "SGLANG_SM120_MAX_BODY_MIB",
-        "a number from 1 on",
-        "32",
-        "Largest body of a request in MiB; a larger one gets HTTP 413 before it is parsed.",
-    ),
-    Variable(
         "SGLANG_SM120_VERIFY",
         "auto, on, off, validate",
         "auto",
@@ -40,6 +34,12 @@ VARIABLES = (
         "1",
         "unset",
         "For tests of validate mode: falsifies one element of each compared output, which must be reported.",
+    ),
+    Variable(
+        "SGLANG_SM120_MAX_BODY_MIB",
+        "a number from 1 on",
+        "32",
+        "Largest body of a request in MiB; a larger one gets HTTP 413 before it is parsed.",
     ),
 )
 
