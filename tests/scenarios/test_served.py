@@ -14,7 +14,8 @@ import pytest
 import requests
 from prometheus_client.parser import text_string_to_metric_families
 
-from serving.server import ModelPair, Server
+from serving.server import ModelPair, Server, generate_body, stream
+from serving.server import generate as server_generate
 from sglang.srt.speculative.ddtree_args import DEFAULT_BUDGET
 
 BLOCK_SIZE = 8
@@ -37,12 +38,8 @@ def context(demo_pair: ModelPair) -> int:
 
 
 def generate(server: Server, text: str | list[int], **options: Any) -> dict[str, Any]:
-    """One answer of `/generate`."""
-    prompt = {"text": text} if isinstance(text, str) else {"input_ids": text}
-    sampling = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True} | options
-    response = requests.post(f"{server.url}/generate", json=prompt | {"sampling_params": sampling}, timeout=300)
-    assert response.status_code == 200, response.text
-    return response.json()
+    """A short answer that no end of text cuts."""
+    return server_generate(server, text, **{"max_new_tokens": 24, "ignore_eos": True} | options)
 
 
 def flush(server: Server) -> None:
@@ -126,20 +123,12 @@ def test_a_text_that_reaches_the_context_limit_leaves_its_neighbour_alone(serve:
 @pytest.mark.scenario("BUG-043")
 @pytest.mark.scenario("BUG-041")
 def test_a_chunk_is_at_most_one_accepted_run(server: Server) -> None:
-    body = {
-        "text": PROMPT,
-        "stream": True,
-        "sampling_params": {"temperature": 0, "max_new_tokens": 100, "ignore_eos": True},
-    }
     whole = generate(server, PROMPT, max_new_tokens=100)
     lengths, last = [], {"output_ids": [], "text": ""}
-    with requests.post(f"{server.url}/generate", json=body, stream=True, timeout=300) as response:
-        for line in response.iter_lines():
-            if line.startswith(b"data: {"):
-                event = json.loads(line.removeprefix(b"data: "))
-                lengths.append(len(event["output_ids"]) - len(last["output_ids"]))
-                assert event["text"].startswith(last["text"].rstrip("\ufffd"))
-                last = event
+    for event in stream(server, "/generate", generate_body(PROMPT, max_new_tokens=100, ignore_eos=True)):
+        lengths.append(len(event["output_ids"]) - len(last["output_ids"]))
+        assert event["text"].startswith(last["text"].rstrip("\ufffd"))
+        last = event
     assert max(lengths) <= BLOCK_SIZE and max(lengths) > 1
     assert (last["output_ids"], last["text"]) == (whole["output_ids"], whole["text"])
 
@@ -257,14 +246,7 @@ def test_several_choices_and_prompts_come_in_order(server: Server) -> None:
     assert [choice["index"] for choice in response["choices"]] == list(range(6))
     assert [choice["text"] for choice in response["choices"]] == [text for text in alone for _ in range(2)]
     assert response["usage"]["completion_tokens"] == 6 * 12
-    events = []
-    with requests.post(
-        f"{server.url}/v1/completions",
-        json=body | {"stream": True, "stream_options": {"include_usage": True}},
-        stream=True,
-        timeout=300,
-    ) as streamed:
-        events = [json.loads(line[6:]) for line in streamed.iter_lines() if line.startswith(b"data: {")]
+    events = list(stream(server, "/v1/completions", body | {"stream_options": {"include_usage": True}}))
     texts = [""] * 6
     for event in events[:-1]:
         texts[event["choices"][0]["index"]] += event["choices"][0]["text"]

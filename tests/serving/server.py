@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -13,11 +14,13 @@ import time
 import urllib.error
 import urllib.request
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 import openai
+import requests
 
 START_TIMEOUT_SECONDS = 240.0
 STOP_TIMEOUT_SECONDS = 30.0
@@ -199,3 +202,47 @@ def exchange(url: str, body: bytes | None = None, timeout: float = 60.0) -> tupl
             return response.status, response.read()
     except urllib.error.HTTPError as error:
         return error.code, error.read()
+
+
+def generate(server: Server, prompt: Any, *, fields: dict[str, Any] | None = None, **sampling: Any) -> Any:
+    """The answer of `/generate` to a text, to token ids, or to a list of either; greedy unless `sampling` says otherwise.
+
+    Args:
+        fields: what goes beside the sampling parameters, such as `return_logprob`.
+    """
+    response = requests.post(f"{server.url}/generate", json=generate_body(prompt, fields, **sampling), timeout=300)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def generate_body(prompt: Any, fields: dict[str, Any] | None = None, **sampling: Any) -> dict[str, Any]:
+    """What `generate` sends."""
+    first = prompt[0] if isinstance(prompt, list) else prompt
+    name = "text" if isinstance(first, str) else "input_ids"
+    return {name: prompt, "sampling_params": {"temperature": 0, **sampling}, **(fields or {})}
+
+
+def result(answer: Any) -> tuple[str, list[int], Any, int]:
+    """What must not depend on how an answer was drafted: text, token ids, finish reason and number of tokens."""
+    meta = answer["meta_info"]
+    return answer["text"], answer["output_ids"], meta["finish_reason"], meta["completion_tokens"]
+
+
+def stream(server: Server, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The events that an endpoint streams, without the word that ends them."""
+    with requests.post(f"{server.url}{path}", json=body | {"stream": True}, stream=True, timeout=300) as response:
+        assert response.status_code == 200, response.text
+        for line in response.iter_lines():
+            if line.startswith(b"data: {"):
+                yield json.loads(line.removeprefix(b"data: "))
+
+
+def stream_generate(server: Server, prompt: Any, *, fields: dict[str, Any] | None = None, **sampling: Any) -> Any:
+    """The last event of a streamed `/generate`, after checking that each event continues the one before."""
+    last: Any = {"text": "", "output_ids": []}
+    for event in stream(server, "/generate", generate_body(prompt, fields, **sampling)):
+        # Half of a character is sent as U+FFFD and replaced when the rest has come.
+        assert event["text"].startswith(last["text"].rstrip("\ufffd"))
+        assert event["output_ids"][: len(last["output_ids"])] == last["output_ids"]
+        last = event
+    return last

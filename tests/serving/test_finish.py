@@ -18,9 +18,10 @@ import pytest
 import requests
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from serving.server import ModelPair, Server
+from serving.server import ModelPair, Server, generate, result, stream_generate
 
 WHOLE_TOKENS = 40
+WHOLE = {"max_new_tokens": WHOLE_TOKENS}
 FIRST_OFFSET, LAST_OFFSET = 2, 23
 CONCURRENCY = 16
 EOS = 2
@@ -41,22 +42,9 @@ def tokenizer(demo_pair: ModelPair) -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(demo_pair.target)
 
 
-def generate(server: Server, prompt: str | list[int], **sampling: Any) -> Any:
-    sampling = {"temperature": 0, "max_new_tokens": WHOLE_TOKENS, **sampling}
-    body = {"text" if isinstance(prompt, str) else "input_ids": prompt, "sampling_params": sampling}
-    response = requests.post(f"{server.url}/generate", json=body, timeout=300)
-    assert response.status_code == 200, response.text
-    return response.json()
-
-
-def result(answer: Any) -> tuple[str, list[int], Any, int]:
-    meta = answer["meta_info"]
-    return answer["text"], answer["output_ids"], meta["finish_reason"], meta["completion_tokens"]
-
-
 def ask_all(server: Server, cases: list[Case]) -> list[tuple[str, list[int], Any, int]]:
     with ThreadPoolExecutor(CONCURRENCY) as pool:
-        return list(pool.map(lambda case: result(generate(server, case.prompt, **case.options)), cases))
+        return list(pool.map(lambda case: result(generate(server, case.prompt, **WHOLE | case.options)), cases))
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +56,7 @@ def cases(serve: Callable[..., Server], repo_root: Path, tokenizer: PreTrainedTo
     ]
     made = []
     for index, prompt in enumerate(texts[4:40:9]):
-        whole = tuple(generate(server, prompt, ignore_eos=True)["output_ids"])
+        whole = tuple(generate(server, prompt, **WHOLE, ignore_eos=True)["output_ids"])
         for offset in range(FIRST_OFFSET, LAST_OFFSET):
             made += [Case(prompt, whole, options) for options in stops_at(offset, whole, tokenizer, index)]
     assert len(made) > 400
@@ -152,26 +140,17 @@ def test_streams_end_where_the_answer_ends(
     """BUG-032, BUG-039, BUG-041: stop strings that straddle runs; nothing of them is sent, and the usage is exact."""
     server = serve("DDTREE")
     chosen = list(range(0, len(cases), 7)) if endpoint == "generate" else list(range(1, len(cases), 7))
-    stream = {"generate": stream_generate, "completions": stream_completion}[endpoint]
+    ask = {"generate": stream_native, "completions": stream_completion}[endpoint]
     with ThreadPoolExecutor(CONCURRENCY) as pool:
-        found = list(pool.map(lambda index: stream(server, cases[index]), chosen))
+        found = list(pool.map(lambda index: ask(server, cases[index]), chosen))
     for index, (text, kind, count) in zip(chosen, found, strict=True):
         assert (text, kind, count) == (plain[index][0], plain[index][2]["type"], plain[index][3]), cases[index]
 
 
-def stream_generate(server: Server, case: Case) -> tuple[str, str, int]:
-    sampling = {"temperature": 0, "max_new_tokens": WHOLE_TOKENS, **case.options}
-    body = {"text": case.prompt, "sampling_params": sampling, "stream": True}
-    last: Any = {"text": "", "output_ids": []}
-    with requests.post(f"{server.url}/generate", json=body, stream=True, timeout=300) as response:
-        for line in response.iter_lines():
-            if line.startswith(b"data: {"):
-                event = json.loads(line.removeprefix(b"data: "))
-                assert event["text"].startswith(last["text"])
-                assert event["output_ids"][: len(last["output_ids"])] == last["output_ids"]
-                last = event
-    assert len(last["output_ids"]) == last["meta_info"]["completion_tokens"]
-    return last["text"], last["meta_info"]["finish_reason"]["type"], last["meta_info"]["completion_tokens"]
+def stream_native(server: Server, case: Case) -> tuple[str, str, int]:
+    text, token_ids, finish, count = result(stream_generate(server, case.prompt, **WHOLE | case.options))
+    assert len(token_ids) == count
+    return text, finish["type"], count
 
 
 def stream_completion(server: Server, case: Case) -> tuple[str, str, int]:
@@ -203,7 +182,7 @@ def test_nothing_after_the_end_stays_in_the_prefix_cache(
     for case in cases[3 : 5 * (LAST_OFFSET - FIRST_OFFSET) : 10]:
         requests.post(f"{server.url}/flush_cache", timeout=60).raise_for_status()
         prompt = tokenizer(case.prompt).input_ids
-        answer = result(generate(server, prompt, **case.options))
+        answer = result(generate(server, prompt, **WHOLE | case.options))
         turn = generate(server, [*prompt, *case.whole, 5], max_new_tokens=1)
         without_kv = len(prompt) + answer[3] - turn["meta_info"]["cached_tokens"]
         assert without_kv == 1 or (without_kv == 0 and algorithm is None), case

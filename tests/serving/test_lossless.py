@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import requests
 
-from serving.server import Server
+from serving.server import Server, generate, stream_generate
 from sglang.srt.speculative.ddtree_args import DEFAULT_BUDGET
 
 NUM_PROMPTS = 200
-MAX_NEW_TOKENS = 24
+SHORT = {"max_new_tokens": 24}
 CONCURRENCY = 16
 BLOCK_SIZE = 8
 # The first prompts are sent alone, the next ones streamed, the rest all at once.
@@ -37,37 +36,12 @@ def prompts(repo_root: Path) -> list[str]:
     return chosen
 
 
-def generate(server: Server, prompt: str, **options: Any) -> dict[str, Any]:
-    """One answer of the native endpoint, with its token ids."""
-    sampling = {"temperature": 0, "max_new_tokens": MAX_NEW_TOKENS} | options
-    response = requests.post(f"{server.url}/generate", json={"text": prompt, "sampling_params": sampling}, timeout=300)
-    assert response.status_code == 200, response.text
-    return response.json()
-
-
-def generate_streamed(server: Server, prompt: str) -> dict[str, Any]:
-    """The last event of a streamed answer, after checking that each event continues the one before."""
-    body = {
-        "text": prompt,
-        "sampling_params": {"temperature": 0, "max_new_tokens": MAX_NEW_TOKENS},
-        "stream": True,
-    }
-    last: dict[str, Any] = {"text": "", "output_ids": []}
-    with requests.post(f"{server.url}/generate", json=body, stream=True, timeout=300) as response:
-        for line in response.iter_lines():
-            if line.startswith(b"data: {"):
-                event = json.loads(line.removeprefix(b"data: "))
-                assert event["output_ids"][: len(last["output_ids"])] == last["output_ids"]
-                last = event
-    return last
-
-
 def answers(server: Server, prompts: list[str]) -> list[list[int]]:
     """Token ids of all prompts: some sent alone, some streamed, the rest concurrently."""
-    single = [generate(server, prompt) for prompt in prompts[:NUM_SINGLE]]
+    single = [generate(server, prompt, **SHORT) for prompt in prompts[:NUM_SINGLE]]
     with ThreadPoolExecutor(CONCURRENCY) as pool:
-        streamed = pool.map(lambda prompt: generate_streamed(server, prompt), prompts[NUM_SINGLE:NUM_STREAMED])
-        batched = pool.map(lambda prompt: generate(server, prompt), prompts[NUM_STREAMED:])
+        streamed = pool.map(lambda prompt: stream_generate(server, prompt, **SHORT), prompts[NUM_SINGLE:NUM_STREAMED])
+        batched = pool.map(lambda prompt: generate(server, prompt, **SHORT), prompts[NUM_STREAMED:])
         return [answer["output_ids"] for answer in (*single, *streamed, *batched)]
 
 
@@ -108,11 +82,11 @@ def test_second_turn_reuses_what_was_accepted(serve: Serve, prompts: list[str]) 
     """Accepted rows are where the radix tree finds them; a rejected one among them would change the text."""
     server, reference = serve("DDTREE"), serve(None)
     for prompt in prompts[:6]:
-        first = generate(server, prompt, ignore_eos=True)
-        assert generate(reference, prompt, ignore_eos=True)["output_ids"] == first["output_ids"]
+        first = generate(server, prompt, ignore_eos=True, **SHORT)
+        assert generate(reference, prompt, ignore_eos=True, **SHORT)["output_ids"] == first["output_ids"]
         turn = prompt + first["text"]
-        second = generate(server, turn, ignore_eos=True)
-        assert second["output_ids"] == generate(reference, turn, ignore_eos=True)["output_ids"]
+        second = generate(server, turn, ignore_eos=True, **SHORT)
+        assert second["output_ids"] == generate(reference, turn, ignore_eos=True, **SHORT)["output_ids"]
         prompt_tokens = first["meta_info"]["prompt_tokens"]
         assert second["meta_info"]["cached_tokens"] > prompt_tokens
 
@@ -142,5 +116,8 @@ def test_tree_is_lossless_under_other_schedules(
     subset = slice(NUM_STREAMED, NUM_STREAMED + 48)
     server = serve("DDTREE", *options)
     with ThreadPoolExecutor(CONCURRENCY) as pool:
-        found = [answer["output_ids"] for answer in pool.map(lambda prompt: generate(server, prompt), prompts[subset])]
+        found = [
+            answer["output_ids"]
+            for answer in pool.map(lambda prompt: generate(server, prompt, **SHORT), prompts[subset])
+        ]
     assert found == plain[subset]

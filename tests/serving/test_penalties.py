@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import requests
 
-from serving.server import Server
+from serving.server import Server, generate
 
 NEW_TOKENS = 40
+LONG = {"max_new_tokens": NEW_TOKENS}
 CONCURRENCY = 24
 PROMPTS_PER_CASE = 4
 EOS = 2  # of the demo pair
@@ -49,20 +49,13 @@ def prompts(repo_root: Path) -> list[str]:
     return [prompt["text"] for prompt in texts]
 
 
-def generate(server: Server, prompt: str, **options: Any) -> dict[str, Any]:
-    sampling = {"temperature": 0, "max_new_tokens": NEW_TOKENS} | options
-    response = requests.post(f"{server.url}/generate", json={"text": prompt, "sampling_params": sampling}, timeout=300)
-    assert response.status_code == 200, response.text
-    return response.json()
-
-
 def penalised(server: Server, prompts: list[str]) -> Answers:
     """Token ids by case; prompts differ between cases, and the cases are interleaved in every batch."""
     turns = itertools.cycle(prompts)
     asked = [(name, next(turns)) for _ in range(PROMPTS_PER_CASE) for name in PENALTIES]
 
     def ask(case: tuple[str, str]) -> list[int]:
-        return generate(server, case[1], ignore_eos=True, **PENALTIES[case[0]])["output_ids"]
+        return generate(server, case[1], **LONG, ignore_eos=True, **PENALTIES[case[0]])["output_ids"]
 
     with ThreadPoolExecutor(CONCURRENCY) as pool:
         answers = list(pool.map(ask, asked))
@@ -74,8 +67,8 @@ def two_turns(server: Server, prompts: list[str]) -> list[list[int]]:
     options = {"ignore_eos": True, **PENALTIES["all"]}
     found = []
     for prompt in prompts[:4]:
-        first = generate(server, prompt, **options)
-        found += [first["output_ids"], generate(server, prompt + first["text"], **options)["output_ids"]]
+        first = generate(server, prompt, **LONG, **options)
+        found += [first["output_ids"], generate(server, prompt + first["text"], **LONG, **options)["output_ids"]]
     return found
 
 
@@ -119,7 +112,7 @@ def test_stop_is_held_back_to_the_token(serve: Serve, prompts: list[str], argume
     server = serve(*arguments)
 
     def ask(held_back: int) -> dict[str, Any]:
-        return generate(server, prompts[held_back], min_new_tokens=held_back, logit_bias={str(EOS): 100.0})
+        return generate(server, prompts[held_back], **LONG, min_new_tokens=held_back, logit_bias={str(EOS): 100.0})
 
     with ThreadPoolExecutor(CONCURRENCY) as pool:
         answers = list(pool.map(ask, HELD_BACK))
@@ -132,7 +125,7 @@ def test_stop_is_held_back_to_the_token(serve: Serve, prompts: list[str], argume
 def test_stop_token_ids_are_held_back_too(serve: Serve, prompts: list[str], arguments: tuple[Any, ...]) -> None:
     """min_tokens of the OpenAI endpoint, with a stop of the request's own."""
     server = serve(*arguments)
-    free = generate(server, prompts[1], ignore_eos=True)["output_ids"]
+    free = generate(server, prompts[1], **LONG, ignore_eos=True)["output_ids"]
     stop = free[5]
     for least in (free.index(stop) + 1, 9):
         answer = server.client().completions.create(
@@ -149,17 +142,15 @@ def test_prompt_lists_and_n_equal_single_requests(serve: Serve, prompts: list[st
     server = serve(*arguments)
     options = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True, **PENALTIES["all"]}
     single = [generate(server, prompt, **options)["output_ids"] for prompt in prompts[:3]]
-    body = {"text": prompts[:3], "sampling_params": {**options, "n": 3}}
-    response = requests.post(f"{server.url}/generate", json=body, timeout=300)
-    assert response.status_code == 200, response.text
-    assert [answer["output_ids"] for answer in response.json()] == [ids for ids in single for _ in range(3)]
+    answers = generate(server, prompts[:3], **options, n=3)
+    assert [answer["output_ids"] for answer in answers] == [ids for ids in single for _ in range(3)]
 
 
 def test_penalties_change_the_text(serve: Serve, prompts: list[str], arguments: tuple[Any, ...]) -> None:
     """BUG-037: -2 and +2 must not give the same text, and the higher the penalty, the less repetition."""
     server = serve(*arguments)
     values = (-2.0, 0.0, 2.0)
-    texts = [generate(server, prompts[0], ignore_eos=True, frequency_penalty=v)["output_ids"] for v in values]
+    texts = [generate(server, prompts[0], **LONG, ignore_eos=True, frequency_penalty=v)["output_ids"] for v in values]
     repeated = [len(ids) - len(set(ids)) for ids in texts]
     assert repeated[0] > repeated[1] > repeated[2]
 

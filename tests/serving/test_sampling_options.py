@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import requests
 
-from serving.server import Server
+from serving.server import Server, generate
 
 PROMPTS = ["def main(argv=None):\n", "import os\nimport ", "class Reader:\n    def __init__(self"]
 NEW_TOKENS = 40
@@ -27,33 +27,30 @@ def algorithm(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-def generate(server: Server, **sampling: Any) -> list[list[int]]:
+def token_ids(server: Server, **sampling: Any) -> list[list[int]]:
     """Token ids of all prompts, sent as one batch."""
-    sampling = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True} | sampling
-    body = {"text": PROMPTS, "sampling_params": sampling}
-    response = requests.post(f"{server.url}/generate", json=body, timeout=300)
-    assert response.status_code == 200, response.text
-    return [answer["output_ids"] for answer in response.json()]
+    sampling = {"max_new_tokens": NEW_TOKENS, "ignore_eos": True} | sampling
+    return [answer["output_ids"] for answer in generate(server, PROMPTS, **sampling)]
 
 
 @pytest.mark.parametrize("narrow", [{"min_p": 1.0}, {"top_p": 1e-6}, {"min_p": 0.999, "top_k": 50}])
 def test_a_filter_that_leaves_one_token_is_greedy(serve: Serve, algorithm: str, narrow: dict[str, float]) -> None:
     server = serve(algorithm)
-    assert generate(server, temperature=1.5, **narrow) == generate(server)
+    assert token_ids(server, temperature=1.5, **narrow) == token_ids(server)
 
 
 def test_sampling_is_not_greedy(serve: Serve, algorithm: str) -> None:
     server = serve(algorithm)
-    assert generate(server, temperature=1.5) != generate(server, temperature=1.5)
+    assert token_ids(server, temperature=1.5) != token_ids(server, temperature=1.5)
 
 
 def test_logit_bias_equals_plain_decoding(serve: Serve, algorithm: str) -> None:
     server = serve(algorithm)
-    banned = [token for token, _ in Counter(token for ids in generate(server) for token in ids).most_common(3)]
+    banned = [token for token, _ in Counter(token for ids in token_ids(server) for token in ids).most_common(3)]
     bias = {str(token): -100.0 for token in banned}
-    found = generate(server, logit_bias=bias)
+    found = token_ids(server, logit_bias=bias)
     assert not set(banned) & {token for ids in found for token in ids}
-    assert found == generate(serve(None), logit_bias=bias)
+    assert found == token_ids(serve(None), logit_bias=bias)
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -62,10 +59,10 @@ def test_seeded_runs_repeat_under_penalties(serve: Serve, overlap: bool) -> None
     flags = ["--enable-deterministic-inference"] + ([] if overlap else ["--disable-overlap-schedule"])
     server = serve("DDTREE", *flags)
     options: dict[str, Any] = {"temperature": 1.2, "frequency_penalty": 1.0, "repetition_penalty": 1.2, "top_p": 0.95}
-    first = generate(server, sampling_seed=7, **options)
-    assert generate(server, sampling_seed=7, **options) == first
-    assert generate(server, sampling_seed=8, **options) != first
-    assert generate(server, sampling_seed=7, n=3, **options) == [ids for ids in first for _ in range(3)]
+    first = token_ids(server, sampling_seed=7, **options)
+    assert token_ids(server, sampling_seed=7, **options) == first
+    assert token_ids(server, sampling_seed=8, **options) != first
+    assert token_ids(server, sampling_seed=7, n=3, **options) == [ids for ids in first for _ in range(3)]
 
 
 @pytest.mark.parametrize(
