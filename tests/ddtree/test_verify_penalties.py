@@ -53,7 +53,7 @@ class Request:
             if token in counts:
                 logit = logit / self.repetition if logit > 0 else logit * self.repetition
             if len(generated) < self.least and (token in self.stops or token == self.eos):
-                logit = -math.inf
+                logit = -1e30
             values.append(logit)
         return values
 

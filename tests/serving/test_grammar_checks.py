@@ -25,6 +25,9 @@ TAG = '{"type": "structural_tag", "format": {"type": "tag", "begin": "<t>", "con
         {"regex": "\u20ac?a", "stop": [""]},
         {"ebnf": 'root ::= "a" | "b"', "stop": ["a"]},
         {"structural_tag": TAG},
+        {"regex": "yes|no{1,3}", "min_new_tokens": 4},
+        {"regex": "[0-9]{3}", "min_new_tokens": 90},
+        {"regex": "[0-9]+", "min_new_tokens": 90},
     ],
 )
 def test_usable_grammars_pass(options: dict[str, Any]) -> None:
@@ -44,11 +47,15 @@ def test_usable_grammars_pass(options: dict[str, Any]) -> None:
         ({"ebnf": 'root ::= root "a"'}, "no answer would be legal"),
         ({"regex": "(a"}, "regex .*compiles, got an error: Regex parsing error"),
         ({"ebnf": "foo"}, "ebnf .*compiles, got an error: EBNF parser error at line 1"),
-        ({"structural_tag": "{}"}, "structural_tag .*compiles, got an error: AssertionError"),
-        ({"structural_tag": '{"structures": [{"end": "x"}], "triggers": ["x"]}'}, "structural_tag .*KeyError 'begin'"),
+        ({"structural_tag": "{}"}, "structural_tag .*got an error: it is no object with type and format, or with stru"),
+        ({"structural_tag": "5"}, "structural_tag .*got an error: it is no object with type and format"),
+        ({"structural_tag": '{"structures": [{"end": "x"}], "triggers": ["x"]}'}, "structural_tag .*, without 'begin'"),
         ({"json_schema": OBJECT, "stop": "{"}, "stop: expected strings that the json_schema can do without, got '{'"),
         ({"regex": "def [a-z]+", "stop": ["x", "ef "]}, "stop: .*regex can do without, got 'ef '"),
         ({"structural_tag": TAG, "stop": ["<t>"]}, "stop: .*structural_tag can do without, got '<t>'"),
+        ({"regex": "yes|no{1,3}", "min_new_tokens": 5}, r"min_new_tokens \(min_tokens\): .*at most 4.*regex.*got 5"),
+        ({"regex": "\u20ac?", "min_new_tokens": 4}, "min_new_tokens .*at most 3.*got 4"),
+        ({"ebnf": 'root ::= ""', "min_new_tokens": 1}, "min_new_tokens .*at most 0.*ebnf.*got 1"),
     ],
 )
 def test_unusable_grammars_are_named(options: dict[str, Any], message: str) -> None:
@@ -56,3 +63,8 @@ def test_unusable_grammars_are_named(options: dict[str, Any], message: str) -> N
     with pytest.raises(ValueError, match=message) as error:
         check_grammar(options)
     assert "\n" not in str(error.value) and "/project/" not in str(error.value)
+    assert "Check failed" not in str(error.value), "an expression of the library's source says nothing to a client"
+
+
+def test_reasoning_may_be_longer_than_the_grammar_s_answers() -> None:
+    check_grammar({"regex": "yes|no", "min_new_tokens": 9}, reasons_first=True)

@@ -18,9 +18,10 @@ import jsonschema
 import pytest
 import requests
 
-from serving.server import ModelPair, Server
+from serving.server import ModelPair, Server, generate, generate_body, result, stream
 
 NEW_TOKENS = 112
+LONG = {"max_new_tokens": NEW_TOKENS}
 CONCURRENCY = 12
 PROMPTS = range(0, 36, 12)
 RENAMED, THINK_END = "\u0120=", "</think>"  # the token " ="
@@ -114,6 +115,7 @@ CHATS: dict[str, dict[str, Any]] = {
 }
 MESSAGES = ["A function.", "class Stack:", "for name in args:", "x"]
 ALGORITHMS = [None, "DFLASH", "DDTREE"]
+HELD_BACK: dict[str, Any] = {"regex": "[0-9]{3}", "max_new_tokens": 20}
 Answers = dict[str, Any]
 
 
@@ -142,24 +144,20 @@ def prompts(repo_root: Path) -> list[str]:
     return [prompt["text"] for prompt in texts]
 
 
-def generate(server: Server, prompt: str, *, reasoning: bool = False, **sampling: Any) -> Any:
-    """Text, token ids and meta data of one answer."""
-    sampling = {"temperature": 0, "max_new_tokens": NEW_TOKENS, **sampling}
-    body = {"text": prompt, "sampling_params": sampling, "require_reasoning": reasoning}
-    response = requests.post(f"{server.url}/generate", json=body, timeout=300)
-    assert response.status_code == 200, response.text
-    return response.json()
-
-
-def result(answer: Any) -> tuple[str, list[int], Any, int]:
-    meta = answer["meta_info"]
-    return answer["text"], answer["output_ids"], meta["finish_reason"], meta["completion_tokens"]
-
-
 def chat(server: Server, content: str, **request: Any) -> Any:
     request = {"max_tokens": NEW_TOKENS, "temperature": 0, **request}
     messages = [{"role": "user", "content": content}]
     return server.client().chat.completions.create(model="default", messages=messages, **request)
+
+
+def refusal(server: Server, body: dict[str, Any]) -> tuple[int, str]:
+    response = requests.post(f"{server.url}/generate", json=body, timeout=300)
+    return response.status_code, response.text
+
+
+def last_of_stream(server: Server, body: dict[str, Any]) -> tuple[list[int], Any]:
+    last = list(stream(server, "/generate", body))[-1]
+    return last["output_ids"], last["meta_info"]["finish_reason"]
 
 
 def collect(server: Server, prompts: list[str]) -> Answers:
@@ -169,20 +167,26 @@ def collect(server: Server, prompts: list[str]) -> Answers:
         for index in PROMPTS:
             request = {option: text}
             jobs[f"{name}/{index}"] = lambda index=index, request=request: result(
-                generate(server, prompts[index], **request)
+                generate(server, prompts[index], **LONG | request)
             )
     for index in range(0, 60, 2):
         request = {"json_schema": SCHEMAS["integer"]}
         jobs[f"reasoning/{index}"] = lambda index=index, request=request: result(
-            generate(server, prompts[index], reasoning=True, **request)
+            generate(server, prompts[index], fields={"require_reasoning": True}, **LONG | request)
         )
         jobs[f"free/{index}"] = lambda index=index: result(generate(server, prompts[index], max_new_tokens=24))
     for option in ("ignore_eos", "no_stop_trim"):
-        jobs[option] = lambda option=option: result(generate(server, "x = ", regex="[0-9]{3}", **{option: True}))
+        jobs[option] = lambda option=option: result(generate(server, "x = ", regex="[0-9]{3}", **LONG | {option: True}))
     for limit in range(1, 6):
         jobs[f"limit/{limit}"] = lambda limit=limit: result(
             generate(server, "x = ", regex="[0-9]{3}", max_new_tokens=limit)
         )
+    jobs["held back/3"] = lambda: result(generate(server, "x = ", **HELD_BACK, min_new_tokens=3))
+    for least in (4, 9):
+        for kind, temperature in (("held back", 0), ("drawn", 1)):
+            body = generate_body("x = ", **HELD_BACK, min_new_tokens=least, temperature=temperature)
+            jobs[f"{kind}/{least}"] = lambda body=body: refusal(server, body)
+    jobs["held back/stream"] = lambda: last_of_stream(server, generate_body("x = ", **HELD_BACK, min_new_tokens=9))
     for name, request in CHATS.items():
         for content in MESSAGES:
             jobs[f"chat {name}/{content}"] = lambda content=content, request=request: chat(server, content, **request)
@@ -225,7 +229,7 @@ def test_tokens_are_those_of_plain_decoding(answers: Callable[..., Answers], alg
     """BUG-034: token for token, alone and beside requests without a grammar; the finish and the count too."""
     plain, speculative = answers(None), answers(algorithm)
     for name, answer in speculative.items():
-        if not name.startswith("chat"):
+        if not name.startswith(("chat", "drawn")):
             assert answer == plain[name], name
 
 
@@ -252,6 +256,23 @@ def test_grammar_ends_the_answer(answers: Callable[..., Answers], algorithm: str
         text, token_ids, finish, count = found[f"limit/{limit}"]
         assert count == len(token_ids) == min(limit, 4)
         assert finish["type"] == ("stop" if limit >= 4 else "length")
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_grammar_that_ends_too_early_is_refused(answers: Callable[..., Answers], algorithm: str | None) -> None:
+    """`min_new_tokens` holds the end back where the grammar allows nothing else; it has too many answers to know before."""
+    found = answers(algorithm)
+    assert found["held back/3"][2:] == ({"type": "stop", "matched": 2}, 4)
+    for least in (4, 9):
+        status, message = found[f"held back/{least}"]
+        assert status == 400 and "min_new_tokens (min_tokens): expected at most 3, after which" in message
+        assert f"got {least};" in message
+        # A drawn digit may be part of a longer token, and sampling from no token at all would end the server.
+        status, message = found[f"drawn/{least}"]
+        assert status == 400 and "min_new_tokens (min_tokens): expected at most" in message
+    token_ids, finish = found["held back/stream"]
+    assert finish["type"] == "abort" and "min_new_tokens" in finish["message"]
+    assert len(token_ids) == 3, "no token that the grammar forbids"
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -291,7 +312,7 @@ def test_sampled_answers_are_valid(serve: Callable[..., Server], options: tuple[
     server = serve("DDTREE", *options)
     for index, (name, (option, text, check)) in enumerate(CASES.items()):
         request = {option: text, "temperature": 1.0, "top_p": 0.95}
-        answer, _, finish, _ = result(generate(server, prompts[index], **request))
+        answer, _, finish, _ = result(generate(server, prompts[index], **LONG | request))
         assert finish["type"] == "stop", name
         assert check(answer) is not None or name.startswith("json_schema"), (name, answer)
 
@@ -331,7 +352,7 @@ def test_grammars_hold_without_overlap_and_on_pages(serve: Callable[..., Server]
     free = result(generate(server, prompts[0], max_new_tokens=24))
     with ThreadPoolExecutor(CONCURRENCY) as pool:
         asked = [pool.submit(generate, server, prompts[0], max_new_tokens=24)]
-        asked += [pool.submit(generate, server, prompts[1], **{option: text}) for option, text, _ in cases]
+        asked += [pool.submit(generate, server, prompts[1], **LONG | {option: text}) for option, text, _ in cases]
         found = [result(future.result()) for future in asked]
     assert found[0] == free
     for (_, text, check), (answer, _, finish, _) in zip(cases, found[1:], strict=True):

@@ -9,7 +9,11 @@ does.
 
 from __future__ import annotations
 
+from http import HTTPStatus
 from typing import TYPE_CHECKING
+
+from sglang.srt.sm120.grammars import only_stops_legal
+from sglang.srt.speculative.verify_penalties import stop_ids
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -23,12 +27,15 @@ def end_run(req: Req, run: list[int]) -> list[int]:
         run: the tokens of one step, in order.
 
     Returns:
-        The tokens to keep, the last of them being the stop. ``finished_reason`` is set for a stop; the length, an abort
-        and the end of a grammar are left to ``Req.update_finish_state``, which follows.
+        The tokens to keep, the last of them being the stop. ``finished_reason`` is set for a stop and for a grammar that
+        ends before ``min_new_tokens``; the length, an abort and the usual end of a grammar are left to
+        ``Req.update_finish_state``, which follows.
     """
     first = len(req.output_ids) - len(run)
     limit = req.sampling_params.max_new_tokens
-    if req.finished() or req.to_finish is not None or first >= limit or _ended_before(req, first):
+    if limit == 0:
+        _keep_no_logprob(req)
+    if req.finished() or first >= limit or _starved(req, run) or req.to_finish is not None or _ended_before(req, first):
         return run
     _widen_stop_window(req)
     del req.output_ids[first:]
@@ -58,16 +65,72 @@ def _ended_before(req: Req, first: int) -> bool:
     Plain decoding advances a grammar after it has looked for the end. Where the end-of-text token is ignored, it
     notices a step late that the grammar is complete. Speculative decoding advances the grammar first and cuts the run.
     """
-    if first == 0 or req.grammar is None or not req.grammar.is_terminated():
+    if first == 0 or req.grammar is None or not req.grammar.is_terminated() or _drafts():
         return False
     from sglang.srt.managers.schedule_batch import FINISH_MATCHED_TOKEN
-    from sglang.srt.runtime_context import get_spec
 
-    if get_spec().speculative_algorithm is not None:
-        return False
     req.finished_reason = FINISH_MATCHED_TOKEN(matched=req.output_ids[first - 1])
     req.finished_len = first
     return True
+
+
+def _starved(req: Req, run: list[int]) -> bool:
+    """Whether the grammar leaves nothing but the end of text while ``min_new_tokens`` holds that back; ends the request.
+
+    SGLang goes on to draw from no token at all: an illegal one, which ends the request with an abort that has no reason,
+    or none, which ends the server.
+    """
+    grammar, least = req.grammar, req.sampling_params.min_new_tokens
+    if grammar is None or len(req.output_ids) > least or _drafts() and not run:
+        return False
+    legal = len(req.output_ids)
+    if grammar.is_terminated():
+        legal -= 1  # the end itself, drawn for want of another token
+    elif not (_only_stops_follow(req) if _drafts() else _only_stops_follow_in_plain_decoding(req, run)):
+        return False
+    if legal >= least:
+        return False
+    from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+    message = (
+        f"min_new_tokens (min_tokens): expected at most {legal}, after which the grammar allows nothing but the end, "
+        f"got {least}; lower it or change the grammar"
+    )
+    req.to_finish = None
+    req.finished_reason = FINISH_ABORT(message, HTTPStatus.BAD_REQUEST, "BadRequestError")
+    req.finished_len = legal
+    return True
+
+
+def _only_stops_follow(req: Req) -> bool:
+    return only_stops_legal(req.grammar, stop_ids(req), req.vocab_size)
+
+
+def _only_stops_follow_in_plain_decoding(req: Req, run: list[int]) -> bool:
+    """The grammar has not seen the run's one token yet."""
+    try:
+        req.grammar.accept_token(run[0])
+    except ValueError:
+        return False
+    try:
+        return not req.grammar.is_terminated() and _only_stops_follow(req)
+    finally:
+        req.grammar.rollback(1)
+
+
+def _drafts() -> bool:
+    from sglang.srt.runtime_context import get_spec
+
+    return get_spec().speculative_algorithm is not None
+
+
+def _keep_no_logprob(req: Req) -> None:
+    """Report no token that was not asked for: the prefill of a request for no tokens scores one all the same.
+
+    It is kept where chosen token ids are scored, which is what such a request is then for.
+    """
+    if req.return_logprob and req.logprob.token_ids_logprob is None:
+        req.send_output_token_logprobs_offset = 1
 
 
 def _widen_stop_window(req: Req) -> None:

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 if TYPE_CHECKING:
+    from sglang.srt.constrained.base_grammar_backend import BaseGrammarObject
     from sglang.srt.constrained.xgrammar_backend import XGrammarGrammarBackend
 
 GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
@@ -21,13 +24,17 @@ _ORIGIN = "also from response_format, tools and tool_choice"
 _MAX_REASON_CHARS = 200
 _NUM_BYTES = 256
 _CACHED_GRAMMARS = 256
+_MAX_PREFIXES = 256  # looked at for the longest answer
 
 
-def check_grammar(options: Mapping[str, Any]) -> None:
-    """Refuse a grammar that does not compile with xgrammar, accepts nothing, or begins with one of the stop strings.
+def check_grammar(options: Mapping[str, Any], reasons_first: bool = False) -> None:
+    """Refuse a grammar that does not compile with xgrammar, accepts nothing, or conflicts with another option.
+
+    It conflicts with a stop string that every answer begins with, and with ``min_new_tokens`` beyond its longest answer.
 
     Args:
         options: the sampling options as the client sent them.
+        reasons_first: whether the answer may begin with reasoning, which no grammar binds.
 
     Raises:
         ValueError: naming the field, what was expected and what came.
@@ -37,9 +44,10 @@ def check_grammar(options: Mapping[str, Any]) -> None:
         if not text and text != 0:
             continue
         if not isinstance(text, str):
-            kind = type(text).__name__
-            raise ValueError(f"{name}: expected a string, got {kind}; serialise it first")  # noqa: TRY004 (HTTP 400)
-        reason, begins_with = _inspect("json" if name == "json_schema" else name, text)
+            came = type(text).__name__
+            raise ValueError(f"{name}: expected a string, got {came}; serialise it first")  # noqa: TRY004 (HTTP 400)
+        kind = "json" if name == "json_schema" else name
+        reason, begins_with = _inspect(kind, text)
         if reason is not None:
             raise ValueError(f"{name} ({_ORIGIN}): expected a grammar that compiles, got an error: {reason}")
         stops = options.get("stop") or ()
@@ -49,6 +57,13 @@ def check_grammar(options: Mapping[str, Any]) -> None:
                     f"stop: expected strings that the {name} can do without, got {stop!r}, which every answer has at "
                     "its start; drop the stop string or the grammar"
                 )
+        least = options.get("min_new_tokens") or 0
+        # A token has at least one byte.
+        if least > 0 and not reasons_first and (longest := _longest_answer(kind, text)) is not None and least > longest:
+            raise ValueError(
+                f"min_new_tokens (min_tokens): expected at most {longest}, the bytes of the longest answer that the {name} "
+                f"allows, got {least}; lower it or change the grammar"
+            )
 
 
 @functools.lru_cache(_CACHED_GRAMMARS)
@@ -61,7 +76,7 @@ def _inspect(kind: str, text: str) -> tuple[str | None, str]:
     try:
         grammar = _byte_backend()._init_value_dispatch((kind, text), False)
     except Exception as error:  # noqa: BLE001 (what SGLang lets through here, the scheduler would meet too)
-        return f"{type(error).__name__} {error}".strip(), ""
+        return _form_error(kind, error), ""
     if isinstance(grammar, InvalidGrammarObject):
         return _one_line(grammar.error_message), ""
     mask = xgrammar.allocate_token_bitmask(1, _NUM_BYTES + 1)  # SGLang's own is pinned, which needs a device
@@ -72,9 +87,52 @@ def _inspect(kind: str, text: str) -> tuple[str | None, str]:
     return None, "" if forced is None else forced[1]
 
 
+def _form_error(kind: str, error: Exception) -> str:
+    """What to say of an error that is none of xgrammar's own, which explain themselves."""
+    if kind == "structural_tag" and isinstance(error, (AssertionError, AttributeError, KeyError, TypeError)):
+        missing = f", without {error}" if isinstance(error, KeyError) else ""
+        return f"it is no object with type and format, or with structures (begin, schema, end) and triggers{missing}"
+    return f"{type(error).__name__} {error}".strip()
+
+
+@functools.lru_cache(_CACHED_GRAMMARS)
+def _longest_answer(kind: str, text: str) -> int | None:
+    """Bytes of the longest answer; None for a grammar that has too many answers to look at, or no longest one."""
+    import xgrammar
+
+    matcher = _byte_backend()._init_value_dispatch((kind, text), False).matcher
+    mask = xgrammar.allocate_token_bitmask(1, _NUM_BYTES + 1)
+    longest, pending = 0, [b""]
+    for _ in range(_MAX_PREFIXES):
+        if not pending:
+            return longest
+        prefix = pending.pop()
+        matcher.reset()
+        matcher.accept_string(prefix)
+        matcher.fill_next_token_bitmask(mask)
+        bits = mask[0, :, None] >> torch.arange(32, dtype=torch.int32) & 1
+        legal = bits.flatten()[: _NUM_BYTES + 1].nonzero().flatten().tolist()
+        if _NUM_BYTES in legal:
+            longest = max(longest, len(prefix))
+        pending += [prefix + bytes([byte]) for byte in legal if byte != _NUM_BYTES]
+    return None
+
+
+def only_stops_legal(grammar: BaseGrammarObject, stops: Collection[int], vocab_size: int) -> bool:
+    """Whether a grammar's state allows none but these tokens. The state stays as it is."""
+    import xgrammar
+
+    mask = xgrammar.allocate_token_bitmask(1, vocab_size)  # all tokens, which a grammar that waits leaves alone
+    grammar.fill_vocab_mask(mask, 0)
+    for token in stops:
+        mask[0, token // 32] &= ~torch.tensor(1 << token % 32, dtype=torch.int64).to(torch.int32)
+    return not bool(mask.any())
+
+
 def _one_line(message: str) -> str:
-    """xgrammar's message without its timestamp and source line."""
-    return " ".join(re.sub(r"^\[[\d:]+\] \S+:\d+: ", "", message).split())[:_MAX_REASON_CHARS]
+    """xgrammar's message without its timestamp, source line and the expression that it checked."""
+    message = re.sub(r"^\[[\d:]+\] \S+:\d+: (?:Check failed: \(.*?\) is false: )?", "", message)
+    return " ".join(message.split())[:_MAX_REASON_CHARS]
 
 
 class _ByteTokenizer:

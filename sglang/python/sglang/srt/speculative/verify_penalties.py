@@ -11,7 +11,6 @@ Nothing here reads a value back to the host, and every shape follows from shapes
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
@@ -20,6 +19,9 @@ import torch
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
+
+# Below every logit, but finite: a grammar may leave nothing else, and no token can be drawn from a row of -inf.
+_HELD_BACK = -1e30
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class Penalties:
     presence    fp32  [bs, 1]
     repetition  fp32  [bs, 1]  1 where there is none
     stop_ids    int64 [bs, S]  0 is padding where `stop_bias` is 0
-    stop_bias   fp32  [bs, S]  -inf for a token that must not be drawn yet
+    stop_bias   fp32  [bs, S]  `_HELD_BACK` for a token that must not be drawn yet
     stops_from  int64 [bs, 1]  a row at this position or a later one may draw a stop
     """
 
@@ -71,7 +73,7 @@ class Penalties:
         for req in reqs:
             params = req.sampling_params
             numbers.append((params.frequency_penalty, params.presence_penalty, params.repetition_penalty))
-            stops.append(_stop_ids(req) if params.min_new_tokens > 0 else [])
+            stops.append(stop_ids(req) if params.min_new_tokens > 0 else [])
         longest = max(map(len, stops))
         padded = [
             [len(req.origin_input_ids) + req.sampling_params.min_new_tokens - 1, len(ids)]
@@ -87,7 +89,7 @@ class Penalties:
             presence=factors[:, 1:2],
             repetition=factors[:, 2:3],
             stop_ids=integers[:, 2:],
-            stop_bias=torch.zeros(is_stop.shape, device=device).masked_fill_(is_stop, -math.inf),
+            stop_bias=torch.zeros(is_stop.shape, device=device).masked_fill_(is_stop, _HELD_BACK),
             stops_from=integers[:, 0:1],
             needs_counts=needs_counts(reqs),
             needs_repetition=any(repetition != 1.0 for *_, repetition in numbers),
@@ -102,7 +104,7 @@ def needs_counts(reqs: Sequence[Req]) -> bool:
     )
 
 
-def _stop_ids(req: Req) -> list[int]:
+def stop_ids(req: Req) -> list[int]:
     """The tokens that ``min_new_tokens`` holds back, as SGLang's own penalizer collects them."""
     tokenizer = req.tokenizer
     ids = set(req.sampling_params.stop_token_ids or ()) | set(tokenizer.additional_stop_token_ids or ())
