@@ -13,7 +13,7 @@ import pytest
 import requests
 from prometheus_client.parser import text_string_to_metric_families
 
-from serving.server import Server
+from serving.server import Server, generate, generate_body
 from sglang.srt.speculative.ddtree_args import DEFAULT_BUDGET
 
 CONCURRENCY = 12
@@ -60,13 +60,18 @@ def check_metrics(text: str) -> None:
     assert values["sglang:spec_accept_length"] >= 1
 
 
-@pytest.mark.parametrize(("page_size", "num_requests"), [(1, 300), (16, 100)])
-def test_pool_returns_to_its_start(serve: Callable[..., Server], page_size: int, num_requests: int) -> None:
-    server = serve(
-        "DDTREE",
+def small_pool(serve: Callable[..., Server], algorithm: str | None, page_size: int) -> Server:
+    """A server whose pool is too small for the load, under the strict check."""
+    return serve(
+        algorithm,
         *("--page-size", str(page_size), "--max-total-tokens", str(POOL_TOKENS), "--enable-metrics"),
         environment={"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1", "SGLANG_TEST_RETRACT": "1"},
     )
+
+
+@pytest.mark.parametrize(("page_size", "num_requests"), [(1, 300), (16, 100)])
+def test_pool_returns_to_its_start(serve: Callable[..., Server], page_size: int, num_requests: int) -> None:
+    server = small_pool(serve, "DDTREE", page_size)
     rng = random.Random(page_size)
     jobs = [(make_request(rng, n), rng.uniform(0.0, 0.6) if rng.random() < 0.25 else None) for n in range(num_requests)]
     with ThreadPoolExecutor(CONCURRENCY) as pool:
@@ -78,7 +83,39 @@ def test_pool_returns_to_its_start(serve: Callable[..., Server], page_size: int,
     assert requests.post(f"{server.url}/flush_cache", timeout=60).status_code == 200, "nothing may still hold a slot"
 
     # After a flush a request that needs nearly the whole pool must fit, which a lost slot would prevent.
-    body = {"text": "x", "sampling_params": {"temperature": 0, "max_new_tokens": POOL_TOKENS - 160, "ignore_eos": True}}
-    answer = requests.post(f"{server.url}/generate", json=body, timeout=600).json()
+    answer = generate(server, "x", max_new_tokens=POOL_TOKENS - 160, ignore_eos=True)
     assert answer["meta_info"]["completion_tokens"] == POOL_TOKENS - 160
     assert server.running, server.tail()
+
+
+# The longest prompt that a pool of 640 tokens serves: a page is left free, a token follows, and a verify step reserves two
+# windows of 17 rows (a tree of 16 nodes) or 8 (a block).
+LONGEST_PROMPTS = [("DDTREE", 1, 640 - 1 - 1 - 34), ("DDTREE", 16, 640 - 16 - 1 - 34), ("DFLASH", 1, 640 - 1 - 1 - 16)]
+# 39 pages but one, and less than one page for what follows.
+LONGEST_PROMPTS.append((None, 16, 608))
+
+
+@pytest.mark.scenario("BUG-048")
+@pytest.mark.parametrize(("algorithm", "page_size", "longest"), LONGEST_PROMPTS)
+def test_a_text_ends_where_the_pool_does(
+    serve: Callable[..., Server], algorithm: str | None, page_size: int, longest: int
+) -> None:
+    """What the pool can never hold is refused with both lengths; what outgrows it ends by its length, with its text."""
+    server = small_pool(serve, algorithm, page_size)
+    ids = [5 + number % 90 for number in range(POOL_TOKENS + 20)]
+    for num_prompt, new_tokens in ((longest + 1, 1), (longest + 1, 500), (longest + 20, 5)):
+        body = generate_body(ids[:num_prompt], max_new_tokens=new_tokens)
+        response = requests.post(f"{server.url}/generate", json=body, timeout=60)
+        assert response.status_code == 400, response.text
+        assert f"at most {longest} tokens" in response.text and f"got {num_prompt}" in response.text
+    prompts = [(longest, 1), (longest, 500), (longest - 20, 500), (longest - 20, 500)]
+    with ThreadPoolExecutor(2) as pool:  # each pair is too much for the pool
+        answers = list(
+            pool.map(lambda job: generate(server, ids[: job[0]], max_new_tokens=job[1], ignore_eos=True), prompts)
+        )
+    for (num_prompt, new_tokens), answer in zip(prompts, answers, strict=True):
+        count = answer["meta_info"]["completion_tokens"]
+        assert answer["meta_info"]["finish_reason"] == {"type": "length", "length": count}
+        assert len(answer["output_ids"]) == count >= min(new_tokens, 1 + longest - num_prompt)
+    assert answers[2]["output_ids"] == answers[3]["output_ids"]
+    assert server.running and "Traceback" not in server.output(), server.tail()

@@ -11,15 +11,18 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.sm120.grammars import check_grammar
+from sglang.srt.sm120.pool_limit import limit_length
 from sglang.srt.sm120.request_form import MAX_INT32, check_form
 
 if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.server_args import ServerArgs
 
     # Takes the request as the client sent it; raises ValueError as `check_request` does.
     Check = Callable[[Any, ServerArgs], None]
     # Takes the scheduler's request; the reason to refuse it, or None.
-    Verdict = Callable[[Any], str | None]
+    Verdict = Callable[[Req], str | None]
 
 _feature_checks: list[tuple[Check, Verdict]] = []
 
@@ -46,7 +49,7 @@ def check_request(obj: Any, server_args: ServerArgs, vocab_size: int, takes_medi
     for options in values_of(obj, "sampling_params"):
         _check_values(options, vocab_size)
         if server_args.grammar_backend == "xgrammar":
-            check_grammar(options)
+            check_grammar(options, reasons_first=bool(getattr(obj, "require_reasoning", False)))
     _check_logprobs(obj, vocab_size)
     if server_args.enable_custom_logit_processor:
         for processor in values_of(obj, "custom_logit_processor"):
@@ -100,7 +103,10 @@ def _check_processor(text: Any) -> None:
         raise ValueError(f"custom_logit_processor: expected a class from to_str(), got {error!r}") from error
 
 
-def admission_refusal(req: Any) -> str | None:
-    """The scheduler's last check of a request, for clients that bypass the tokenizer's; the reason, or None."""
+def admission_refusal(scheduler: Scheduler, req: Req) -> str | None:
+    """The scheduler's last check of a request, which also caps its length by the KV pool; the reason to refuse it, or None.
+
+    Clients that bypass the tokenizer's check meet the features' verdicts here.
+    """
     reasons = (verdict(req) for _, verdict in _feature_checks)
-    return next((reason for reason in reasons if reason is not None), None)
+    return next((reason for reason in reasons if reason is not None), None) or limit_length(scheduler, req)

@@ -61,8 +61,11 @@ def drafting_refusal(req: Any) -> str | None:
     Seeded min-p is refused for DFLASH too: SGLang's sampler asserts on it in prefill, and the scheduler would stop.
     """
     from sglang.srt.runtime_context import get_exec, get_spec
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
     params, algorithm = req.sampling_params, get_spec().speculative_algorithm
+    if not SpeculativeAlgorithm.from_string(algorithm).is_dflash_family():
+        return None
     reason = speculation_refusal(algorithm, req.return_hidden_states)
     if reason is not None or not get_exec().deterministic.enable_deterministic_inference:
         return reason
