@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import requests
 
-from serving.server import Server
+from serving.server import Server, generate, stream
 
-NEW_TOKENS = 24
+FIXED = {"max_new_tokens": 24, "ignore_eos": True}
 TOLERANCE = 1e-4  # fp32
+EOS = 2  # of the demo pair
 Serve = Callable[..., Server]
 
 ALL = {"return_logprob": True, "top_logprobs_num": 5, "token_ids_logprob": [3, 40, 511], "logprob_start_len": 0}
@@ -38,20 +39,11 @@ def prompts(repo_root: Path) -> list[str]:
     return [prompt["text"] for prompt in texts]
 
 
-def generate(server: Server, prompt: Any, options: dict[str, Any], **sampling: Any) -> dict[str, Any]:
-    sampling = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True} | sampling
-    key = "text" if isinstance(prompt, str) else "input_ids"
-    body = {key: prompt, "sampling_params": sampling, **options}
-    response = requests.post(f"{server.url}/generate", json=body, timeout=300)
-    assert response.status_code == 200, response.text
-    return response.json()
-
-
 def answers(server: Server, prompts: list[str]) -> list[dict[str, Any]]:
     """Three prompts for each case, all at once."""
     asked = [(prompt, *CASES[name]) for name in CASES for prompt in prompts[:3]]
     with ThreadPoolExecutor(len(asked)) as pool:
-        return list(pool.map(lambda case: generate(server, case[0], case[1], **case[2]), asked))
+        return list(pool.map(lambda case: generate(server, case[0], fields=case[1], **FIXED | case[2]), asked))
 
 
 @pytest.fixture(scope="module")
@@ -88,9 +80,9 @@ def test_sampled_logprobs_are_those_of_the_prompt(serve: Serve, prompts: list[st
     """What was drawn scores as it does when the text is a prompt; other rows of the tree would score otherwise."""
     server = serve("DDTREE")
     for prompt in prompts[:4]:
-        drawn = generate(server, prompt, ALL, temperature=1.0)
+        drawn = generate(server, prompt, fields=ALL, **FIXED | {"temperature": 1.0})
         ids = [entry[1] for entry in drawn["meta_info"]["input_token_logprobs"]] + drawn["output_ids"]
-        scored = generate(server, ids, ALL, max_new_tokens=1)["meta_info"]["input_token_logprobs"]
+        scored = generate(server, ids, fields=ALL, max_new_tokens=1)["meta_info"]["input_token_logprobs"]
         found = drawn["meta_info"]["output_token_logprobs"]
         assert [entry[1] for entry in found] == drawn["output_ids"]
         assert values([entry[0] for entry in found]) == pytest.approx(
@@ -120,3 +112,55 @@ def test_openai_endpoints_have_an_entry_for_each_token(serve: Serve, prompts: li
     assert len(tokens) == 11 and len([v for each in logprobs for v in each.token_logprobs or []]) == 11
     assert "".join(tokens) == "".join(choice.text for part in parts for choice in part.choices)
     assert all(len(top) == 2 for each in logprobs for top in each.top_logprobs or [])
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+@pytest.mark.parametrize("algorithm", ["DDTREE", None])
+def test_a_stream_has_the_entries_of_the_whole_answer(
+    serve: Serve, prompts: list[str], path: str, algorithm: str | None
+) -> None:
+    """BUG-033: the end token's entry too, which comes in a step without text."""
+    asked: dict[str, Any] = {"model": "default", "temperature": 0, "max_tokens": 20, "logit_bias": {str(EOS): 100.0}}
+    if "chat" in path:
+        asked |= {"messages": [{"role": "user", "content": prompts[0]}], "logprobs": True, "top_logprobs": 2}
+    else:
+        asked |= {"prompt": prompts[0], "logprobs": 2}
+    server = serve(algorithm)
+    for least in range(1, 8):
+        body = asked | {"min_tokens": least}
+        whole = requests.post(f"{server.url}{path}", json=body, timeout=300).json()
+        assert whole["usage"]["completion_tokens"] == least + 1 and whole["choices"][0]["finish_reason"] == "stop"
+        choices = [choice for event in stream(server, path, body) for choice in event["choices"]]
+        found = [entry for choice in choices for entry in entries_of(choice)]
+        expected = entries_of(whole["choices"][0])
+        assert [(token, list(tops)) for token, _, tops in found] == [(token, list(tops)) for token, _, tops in expected]
+        for (_, value, tops), (_, wanted, wanted_tops) in zip(found, expected, strict=True):
+            assert (value, tops) == (pytest.approx(wanted, abs=TOLERANCE), pytest.approx(wanted_tops, abs=TOLERANCE))
+        assert len(found) == least + 1
+
+
+def entries_of(choice: dict[str, Any]) -> list[tuple[str, float, dict[str, float]]]:
+    """One entry a token: what both endpoints say of its text, its value and its alternatives."""
+    logprobs = choice.get("logprobs") or {}
+    if logprobs.get("content"):
+        return [
+            (entry["token"], entry["logprob"], {top["token"]: top["logprob"] for top in entry["top_logprobs"]})
+            for entry in logprobs["content"]
+        ]
+    return list(zip(*(logprobs.get(name) or [] for name in ("tokens", "token_logprobs", "top_logprobs")), strict=True))
+
+
+@pytest.mark.parametrize("algorithm", ["DDTREE", None])
+def test_no_entry_where_no_token_is_asked_for(serve: Serve, prompts: list[str], algorithm: str | None) -> None:
+    """A request for no tokens scores its prompt; the next token is scored where chosen ones are asked for."""
+    server = serve(algorithm)
+    for fields, num_entries in (
+        ({"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 2}, 0),
+        ({"return_logprob": True, "token_ids_logprob": [5, 6]}, 1),
+    ):
+        answer = generate(server, prompts[0], fields=fields, max_new_tokens=0)
+        meta = answer["meta_info"]
+        assert answer["output_ids"] == [] and meta["completion_tokens"] == 0
+        assert len(meta["output_token_logprobs"]) == num_entries
+        assert len(meta.get("output_top_logprobs", [])) == 0
+        assert len(meta.get("output_token_ids_logprobs", [])) == num_entries

@@ -248,6 +248,24 @@ def test_each_chat_token_has_its_own_logprobs(parsed: bool) -> None:
         ] == expected
 
 
+@pytest.mark.scenario("BUG-032")
+def test_tokens_without_text_keep_their_logprobs() -> None:
+    """The end token has no text, and half of a character has none yet."""
+    tokens = ["if", "", " x", "", "", ":", ""]
+    whole = whole_chat(Source(tokens, [len(tokens)]), logprobs=True, top_logprobs=1)
+    expected = whole["choices"][0]["logprobs"]["content"]
+    assert len(expected) == len(tokens)
+    usage = {"include_usage": True, "continuous_usage_stats": True}
+    for seed in range(20):
+        lengths = random_lengths(random.Random(seed), len(tokens), longest=3)
+        events = streamed_chat(Source(tokens, lengths), logprobs=True, top_logprobs=1, stream_options=usage)
+        found = read_stream(events)
+        assert found["logprobs"] == expected and found["content"] == "if x:"
+        carrying = [event for event in events if event["choices"] and event["choices"][0]["logprobs"]]
+        ends = [sum(lengths[: index + 1]) for index in range(len(lengths))]
+        assert [event["usage"]["completion_tokens"] for event in carrying] == ends
+
+
 @pytest.mark.scenario("BUG-041")
 def test_completion_stream_is_the_whole_answer() -> None:
     tokens = tokens_of(CONTENT * 5)
