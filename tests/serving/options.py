@@ -129,8 +129,7 @@ def outcome(tree: Server, plain: Server, option: Option) -> tuple[str, str]:
 
 def _message(answer: Any) -> str:
     text = answer.get("message") or answer.get("error", {}).get("message") or str(answer)
-    raised = re.search(r"Value error, (.*?)['\"], 'input'", text)
-    return re.sub(r"\s+", " ", raised[1] if raised else text).replace("|", "\\|")[:160]
+    return re.sub(r"\s+", " ", text).replace("|", "\\|")[:160]
 
 
 def _joined(events: list[dict[str, Any]]) -> Any:

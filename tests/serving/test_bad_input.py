@@ -141,6 +141,7 @@ NATIVE_CASES: dict[str, dict[str, Any]] = {
     "is_normalized from outside": {"sampling_params": {"is_normalized": True}},
     "regex number": {"sampling_params": {"regex": 5}},
     "json_schema object": {"sampling_params": {"json_schema": {"type": "object"}}},
+    "structural_tag number": {"sampling_params": {"structural_tag": "5"}},
     "structural_tag list": {"sampling_params": {"structural_tag": "[]"}},
     "structural_tag unknown": {"sampling_params": {"structural_tag": '{"type": "structural_tag", "format": {}}'}},
     "input_ids empty beside text": {"input_ids": []},
@@ -185,6 +186,7 @@ def test_request_is_refused_with_a_reason(name: str, server: Server) -> None:
     status, answer = exchange(f"{server.url}/v1/completions", body)
     assert status == 400, answer
     assert subject in answer.decode().lower()
+    assert ".py" not in answer.decode(), "nothing of the machine"
 
 
 @pytest.mark.parametrize("name", NATIVE_CASES)

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from serving.server import Server, exchange
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest
 from sglang.srt.managers.io_struct import GenerateReqInput
-from sglang.srt.sm120.request_form import check_form
+from sglang.srt.sm120.request_form import check_form, describe_errors
 
 SAMPLING: dict[str, list[Any]] = {
     "n": [0, -1, 4097, 2**31, 2**64, 1.5, "2", None, [], {}, True],
@@ -23,7 +23,7 @@ SAMPLING: dict[str, list[Any]] = {
     "sampling_seed": [2**63, 0.5, "x"],
     "temperature": ["x", float("nan"), [1.0], True, 1e300],
     "top_p": [float("nan"), "x"],
-    "repetition_penalty": [float("inf"), {}],
+    "repetition_penalty": [float("inf"), {}, 0, -1.0, 1e-21],
     "ignore_eos": [1, "x", []],
     "skip_special_tokens": [-1, 0, "true"],
     "spaces_between_special_tokens": [0],
@@ -31,7 +31,17 @@ SAMPLING: dict[str, list[Any]] = {
     "stop": [5, 1.5, True, [1], [None], {"a": 1}],
     "stop_regex": [5, "(", ["[a-"], [1]],
     "stop_token_ids": [5, "5", ["5"], [[1]], [None], {}],
-    "logit_bias": [[5], "x", {"x": 1}, {"5": "x"}, {"5": float("nan")}, {"5": 1e39}, {"-1": 1.0}, {"5": None}],
+    "logit_bias": [
+        [5],
+        "x",
+        {"x": 1},
+        {"5": "x"},
+        {"5": float("nan")},
+        {"5": 1e39},
+        {"5": -1.1e30},
+        {"-1": 1.0},
+        {"5": None},
+    ],
     "custom_params": [5, "x", {"a": [[1]]}, {"a": {"b": {"c": 1}}}, {"a": 2**63}],
     "json_schema": [{}, 5, {"type": "object"}],
     "regex": [5, ["a"]],
@@ -45,6 +55,7 @@ GOOD_SAMPLING: list[dict[str, Any]] = [
     {},
     {"n": 1, "max_new_tokens": None, "top_k": -1, "temperature": None, "stop": None, "logit_bias": None},
     {"n": 4096, "max_new_tokens": 2**31 - 1, "sampling_seed": -(2**63) + 1, "stream_interval": 1},
+    {"logit_bias": {"5": 1e30, "6": -1e30}, "repetition_penalty": 1e-20, "temperature": 1e-6},
     {"stop": "a", "stop_regex": "a|b", "stop_token_ids": [0, 5], "logit_bias": {"5": -100, "6": 1.5}},
     {"stop": ["a", ""], "stop_regex": ["a", "[bc]+"], "stop_token_ids": [], "logit_bias": {}},
     {"ignore_eos": True, "skip_special_tokens": False, "no_stop_trim": True, "spaces_between_special_tokens": False},
@@ -82,6 +93,7 @@ def test_good_sampling_parameters_pass(sampling: dict[str, Any]) -> None:
         ({"session_params": {"x": 1}}, "'x': expected an option of session_params"),
         ({"session_params": {"offset": "x"}}, "offset: expected an integer"),
         ({"session_params": [1]}, "session_params: expected an object"),
+        ({"session_params": {"id": "s", "replace": True}}, "replace: expected the rid"),
         ({"lora_id": "x"}, "lora_id"),
         ({"positional_embed_overrides": "x"}, "positional_embed_overrides: expected embeddings"),
         ({"positional_embed_overrides": []}, "positional_embed_overrides: expected a single value"),
@@ -98,7 +110,7 @@ def test_request_of_another_form_is_refused(change: dict[str, Any], words: str) 
 @pytest.mark.parametrize(
     "good",
     [
-        {"text": "x", "rid": "a", "session_params": {"id": "s", "rid": None, "offset": -1, "replace": True}},
+        {"text": "x", "rid": "a", "session_params": {"id": "s", "rid": "t", "offset": -1, "replace": True}},
         {"text": ["x", "y"], "rid": ["a", "b"], "return_logprob": [True, False], "sampling_params": {"n": 2}},
         {"text": ["x"], "rid": "a", "return_hidden_states": ["last"]},
         {"input_ids": [1, 2], "top_logprobs_num": 3},
@@ -129,6 +141,14 @@ def test_fields_that_are_declared_but_not_read_are_refused(name: str, value: Any
     assert CompletionRequest(model="m", prompt="x", best_of=1, suffix="").n == 1
 
 
+def test_echo_needs_an_alternative() -> None:
+    """The endpoint looks for alternatives of the prompt that nobody has computed."""
+    with pytest.raises(ValidationError, match="logprobs: expected at least 1 alternative with echo, got 0"):
+        CompletionRequest(model="m", prompt="x", echo=True, logprobs=0)
+    assert CompletionRequest(model="m", prompt="x", echo=True, logprobs=1).echo
+    assert CompletionRequest(model="m", prompt="x", logprobs=0).logprobs == 0
+
+
 @pytest.mark.parametrize("name", ["extra_key", "cache_salt"])
 def test_a_list_of_cache_keys_is_refused(name: str) -> None:
     """The fields are declared to take one, and the endpoint raises on it."""
@@ -149,6 +169,39 @@ def test_fields_of_openai_that_change_no_text_pass() -> None:
     extra = {"metadata": {"a": "b"}, "store": False, "service_tier": "auto", "user": "u"}
     assert ChatCompletionRequest(model="m", messages=MESSAGES, **extra).user == "u"
     assert CompletionRequest(model="m", prompt="x", **extra).user == "u"
+
+
+def errors_of(request_type: Any, **body: Any) -> Any:
+    with pytest.raises(ValidationError) as raised:
+        request_type(**body)
+    return raised.value.errors()
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (
+            {"prompt": "x", "max_tokens": "many"},
+            "max_tokens: Input should be a valid integer, unable to parse string as",
+        ),
+        ({"prompt": "x", "guided_json": {}}, "'guided_json': expected a field of this endpoint, got an unknown name"),
+        (
+            {"prompt": "x", "stop": 1},
+            "stop.str: Input should be a valid string, got 1; stop.list[str]: Input should be",
+        ),
+        ({"prompt": "x", "logit_bias": {"a": "b" * 500}}, "logit_bias.a: Input should be a valid number"),
+    ],
+)
+def test_errors_of_form_are_one_line_with_the_field(body: dict[str, Any], message: str) -> None:
+    described = describe_errors(errors_of(CompletionRequest, model="m", **body))
+    assert described.startswith(message) and "\n" not in described and len(described) < 400
+
+
+def test_many_errors_of_form_are_counted() -> None:
+    described = describe_errors(
+        errors_of(CompletionRequest, model="m", prompt="x", logit_bias={str(n): "x" for n in range(99)})
+    )
+    assert described.count("logit_bias.") == 8 and described.endswith("; and 91 more")
 
 
 # What ended the server, or was HTTP 500, in the release.

@@ -3,20 +3,26 @@
 
 `/generate` takes sampling parameters as a bare mapping. SGLang 0.5.17 reads them in three processes and finds a value of
 another form where it is first used: `n` makes HTTP 500, or as many requests as memory holds; a `skip_special_tokens` that
-is no boolean ends the detokenizer, a list for a single prompt the scheduler, and with either the server.
+is no boolean ends the detokenizer, a list for a single prompt the scheduler, and with either the server. So does a session
+that is to be replaced whole.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 MAX_INT32 = 2**31 - 1
 MAX_INT64 = 2**63 - 1
 MAX_FLOAT32 = 3.4028234e38
+# What a temperature of 1e-6 divides must fit float32: an infinite logit makes NaN of the probabilities, and drawing from
+# them ends the server. SGLang takes lower temperatures for greedy.
+MAX_BIAS = 1e30
+MIN_REPETITION_PENALTY = 1e-20
 # Every sample is a request of its own, made before any of them is queued.
 MAX_SAMPLES = 4096
+_MAX_ERRORS = 8  # described in one answer
 
 
 class _Form(NamedTuple):
@@ -47,7 +53,8 @@ def _patterns(value: Any) -> bool:
 
 def _biases(value: Any) -> bool:
     return isinstance(value, Mapping) and all(
-        str(token).isascii() and str(token).isdigit() and is_number(bias) for token, bias in value.items()
+        str(token).isascii() and str(token).isdigit() and is_number(bias) and abs(bias) <= MAX_BIAS
+        for token, bias in value.items()
     )
 
 
@@ -73,7 +80,10 @@ _FORMS = {
     "stream_interval": _Form("an integer from 1", lambda value: is_integer(value) and 1 <= value <= MAX_INT32),
     "sampling_seed": _Form("an int64", lambda value: is_integer(value) and abs(value) <= MAX_INT64),
     **dict.fromkeys(("temperature", "top_p", "min_p"), _NUMBER),
-    **dict.fromkeys(("frequency_penalty", "presence_penalty", "repetition_penalty"), _NUMBER),
+    **dict.fromkeys(("frequency_penalty", "presence_penalty"), _NUMBER),
+    "repetition_penalty": _Form(
+        f"a number from {MIN_REPETITION_PENALTY}", lambda value: is_number(value) and value >= MIN_REPETITION_PENALTY
+    ),
     **dict.fromkeys(("ignore_eos", "skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim"), _FLAG),
     **dict.fromkeys(("json_schema", "regex", "ebnf", "structural_tag"), _TEXT),
     "stop": _Form("a string or a list of strings", _texts),
@@ -81,7 +91,7 @@ _FORMS = {
     "stop_token_ids": _Form(
         "a list of token ids", lambda value: isinstance(value, list) and all(is_integer(token) for token in value)
     ),
-    "logit_bias": _Form("token ids with a finite float32 each", _biases),
+    "logit_bias": _Form(f"token ids with a number from {-MAX_BIAS} to {MAX_BIAS} each", _biases),
     "custom_params": _Form(
         "a mapping of strings to scalars, lists or mappings of scalars",
         lambda value: isinstance(value, Mapping) and _parameters(value),
@@ -137,6 +147,10 @@ def check_form(obj: Any, takes_media: bool = False) -> None:
     session = getattr(obj, "session_params", None)
     if session is not None:
         _check_mapping("session_params", session, _SESSION)
+        if session.get("replace") and session.get("rid") is None:
+            raise ValueError(
+                "replace: expected the rid of the turn to replace with it, got none; open a session instead"
+            )
     if not takes_media:
         _check_no_media(obj)
     _check_internal(obj)
@@ -199,6 +213,8 @@ def check_names(values: Any) -> None:
             _check(name, value, _TEXT)
         if name not in request_type.model_fields and name not in WITHOUT_EFFECT:
             raise ValueError(f"{_shortened(name)}: expected a field of this endpoint, got an unknown name; drop it")
+    if values.get("echo") is True and values.get("logprobs") == 0 and request_type is CompletionRequest:
+        raise ValueError("logprobs: expected at least 1 alternative with echo, got 0; raise it or drop echo")
 
 
 def check_response_format(value: Any) -> None:
@@ -215,6 +231,23 @@ def check_response_format(value: Any) -> None:
     for name, part in parts.items():
         if part is not None and not isinstance(part, Mapping):
             raise ValueError(f"{name}: expected an object, got {part!r}")
+
+
+def describe_errors(errors: Sequence[Any]) -> str:
+    """What is wrong with a body, in one line, from pydantic's errors: the field, what was expected and what came."""
+    described = list(dict.fromkeys(map(_describe, errors[:_MAX_ERRORS])))
+    more = [f"and {len(errors) - _MAX_ERRORS} more"] if len(errors) > _MAX_ERRORS else []
+    return "; ".join(described + more)
+
+
+def _describe(error: Mapping[str, Any]) -> str:
+    message = str(error["msg"]).removeprefix("Value error, ")
+    if error["type"] == "value_error":
+        return message
+    field = ".".join(str(part) for part in error["loc"] if part != "body") or "body"
+    if error["type"] == "json_invalid":
+        return f"body: {message} at {field}: {error['ctx']['error']}"
+    return f"{field}: {message}, got {_shortened(error.get('input'))}"
 
 
 def _check_mapping(owner: str, options: Any, forms: Mapping[str, _Form]) -> None:
