@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from serving.server import ModelPair
+from sglang.srt.environ import envs
 from sglang.srt.server_args import ServerArgs, prepare_server_args
 from sglang.srt.sm120.startup import StartupError
 from sglang.srt.speculative import ddtree_args
@@ -141,3 +142,15 @@ def test_broken_drafter_config(demo_pair: ModelPair, tmp_path: Path) -> None:
     (drafter / "config.json").write_text("{")
     with pytest.raises(StartupError, match="cannot read the config of .*drafter"):
         resolve(demo_pair, draft=drafter)
+
+
+@pytest.mark.parametrize(("chosen", "seconds"), [(None, 1), ("7", 7)])
+def test_a_client_that_left_is_looked_for_every_second(
+    demo_pair: ModelPair, monkeypatch: pytest.MonkeyPatch, chosen: str | None, seconds: int
+) -> None:
+    """With every algorithm, unless the operator says otherwise."""
+    monkeypatch.setenv("SGLANG_REQUEST_STATE_WAIT_TIMEOUT", chosen or "")
+    if chosen is None:
+        monkeypatch.delenv("SGLANG_REQUEST_STATE_WAIT_TIMEOUT")
+    prepare_server_args(["--model-path", str(demo_pair.target)])
+    assert envs.SGLANG_REQUEST_STATE_WAIT_TIMEOUT.get() == seconds

@@ -20,13 +20,14 @@ import requests
 from prometheus_client.parser import text_string_to_metric_families
 
 from serving import soak
-from serving.server import Server
+from serving.server import Server, generate
 
 NUM_CLIENTS = 24
 # Any of the requests would run for longer than the whole test.
 NEW_TOKENS = 500
-# What an idle machine needs a fraction of.
-SECONDS_TO_END = 15.0
+KNOWN: dict[str, Any] = {"prompt": "import os\n", "max_new_tokens": 32, "ignore_eos": True}
+# A stream is ended two seconds after its client has left, other requests are looked at every second.
+SECONDS_TO_END = 5.0
 SOAK_SECONDS = 25.0
 
 
@@ -81,8 +82,8 @@ def leave(server: Server, path: str, body: dict[str, Any], after_seconds: float,
 @pytest.mark.parametrize("choices", [1, 2])
 @pytest.mark.parametrize("stream", [True, False])
 def test_nothing_of_a_client_that_left_runs_on(server: Server, stream: bool, choices: int) -> None:
-    wait_until_free(server)
-    alone = generate(server)
+    soak.settle(server)
+    alone = generate(server, **KNOWN)
     chance = random.Random(choices)
     jobs = []
     for number in range(NUM_CLIENTS):
@@ -101,7 +102,7 @@ def test_nothing_of_a_client_that_left_runs_on(server: Server, stream: bool, cho
         events = list(pool.map(lambda job: leave(server, "/v1/completions", *job), jobs))
     assert not stream or 0 < sum(count > 0 for count in events)
     wait_until_free(server)
-    assert generate(server) == alone
+    assert generate(server, **KNOWN)["output_ids"] == alone["output_ids"]
     # An idle server publishes its queue every 30 seconds only, so the request above has brought it up to date.
     wait_until_free(server)
     assert gauges(server, "sglang:num_running_reqs", "sglang:num_queue_reqs") == [0, 0]
@@ -136,13 +137,6 @@ def test_abort_ends_queued_and_running_requests(server: Server) -> None:
     assert server.running, server.tail()
 
 
-def generate(server: Server) -> list[int]:
-    body = {"text": "import os\n", "sampling_params": {"temperature": 0, "max_new_tokens": 32, "ignore_eos": True}}
-    response = requests.post(f"{server.url}/generate", json=body, timeout=120)
-    assert response.status_code == 200, response.text
-    return response.json()["output_ids"]
-
-
 @pytest.mark.scenario("BUG-048")
 @pytest.mark.scenario("BUG-049")
 def test_retraction_and_eviction_do_not_change_a_text(server: Server) -> None:
@@ -151,12 +145,7 @@ def test_retraction_and_eviction_do_not_change_a_text(server: Server) -> None:
     prompts = [f"def f{number}(x):\n    return " for number in range(50)]
 
     def ask(prompt: str) -> dict[str, Any]:
-        sampling = {"temperature": 0, "max_new_tokens": 80, "ignore_eos": True}
-        response = requests.post(
-            f"{server.url}/generate", json={"text": prompt, "sampling_params": sampling}, timeout=300
-        )
-        assert response.status_code == 200, response.text
-        return response.json()
+        return generate(server, prompt, max_new_tokens=80, ignore_eos=True)
 
     alone = [ask(prompt) for prompt in prompts[:10]]
     before = gauges(server, "sglang:num_retracted_reqs", "sglang:num_retracted_requests_total")

@@ -9,6 +9,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sglang.srt.sm120.disconnects import notice_disconnects
 from sglang.srt.sm120.memory_budget import lower_default_fraction
 from sglang.srt.sm120.startup import StartupError
 from sglang.srt.sm120.variables import check_names
@@ -103,13 +104,14 @@ def _decode_graphs_on(server_args: ServerArgs) -> bool:
 
 
 def check_early(server_args: ServerArgs) -> None:
-    """What must be checked before anything else reads the drafter's config, for every algorithm.
+    """What must be checked, or set, before anything else reads the drafter's config, for every algorithm.
 
     Raises:
         StartupError: for an unknown SGLANG_SM120 variable or value, a budget without DDTREE, or a drafter that is missing
             or no DFlash drafter.
     """
     check_names(os.environ)
+    notice_disconnects()
     verify_mode()
     if is_ddtree(server_args.speculative_algorithm):
         _load_drafter_config(server_args)
