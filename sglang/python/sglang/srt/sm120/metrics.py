@@ -73,6 +73,14 @@ METRICS = (
         _DDTREE,
         labels=("owner",),
     ),
+    Metric(
+        "sglang:sm120_kv_run_length",
+        "gauge",
+        "Mean number of neighbouring positions of running requests whose KV slots are neighbours too.",
+        _DDTREE,
+    ),
+    Metric("sglang:sm120_defrag_rows_moved", "counter", "KV rows moved, each in all layers of both pools.", _DDTREE),
+    Metric("sglang:sm120_defrag_seconds", "counter", "Seconds of the device spent on moving KV rows.", _DDTREE),
     Metric("sglang:verify_comparison_calls", "gauge", "Layers compared since the start.", _VALIDATE),
     Metric(
         "sglang:verify_comparison_bad_rows",

@@ -41,6 +41,19 @@ VARIABLES = (
         "32",
         "Largest body of a request in MiB; a larger one gets HTTP 413 before it is parsed.",
     ),
+    Variable(
+        "SGLANG_SM120_DEFRAG",
+        "off, idle, auto",
+        "off",
+        "Moves KV rows into neighbouring slots: never; cached texts while nothing runs; or running requests too, between "
+        "decode steps. Needs DDTREE and page size 1.",
+    ),
+    Variable(
+        "SGLANG_SM120_DEFRAG_CHECK",
+        "1",
+        "unset",
+        "For tests of moves: every decode step moves rows, which are compared in all layers. Slow.",
+    ),
 )
 
 

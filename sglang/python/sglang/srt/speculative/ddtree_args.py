@@ -9,6 +9,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sglang.srt.sm120.defrag_args import MODE_VARIABLE, DefragMode, check_requested, defrag_mode, refuse_defrag
 from sglang.srt.sm120.disconnects import notice_disconnects
 from sglang.srt.sm120.memory_budget import lower_default_fraction
 from sglang.srt.sm120.startup import StartupError
@@ -50,9 +51,11 @@ def resolve_server_args(server_args: ServerArgs) -> None:
         StartupError: for an option, a model pair or a device that cannot be served.
     """
     from sglang.srt.arg_groups import speculative_hook
+    from sglang.srt.arg_groups.overrides import resolved_view
 
     asked = _parse_budget(server_args.speculative_ddtree_budget)
     _refuse_unsupported_options(server_args)
+    refuse_defrag(server_args, resolved_view(server_args).page_size)
     drafter = _load_drafter_config(server_args)
     block_size = _check_pair(server_args, drafter)
     budgets = auto_budgets(block_size) if asked == AUTO else (int(asked),)
@@ -107,18 +110,25 @@ def check_early(server_args: ServerArgs) -> None:
     """What must be checked, or set, before anything else reads the drafter's config, for every algorithm.
 
     Raises:
-        StartupError: for an unknown SGLANG_SM120 variable or value, a budget without DDTREE, or a drafter that is missing
-            or no DFlash drafter.
+        StartupError: for an unknown SGLANG_SM120 variable or value, a budget or defragmentation without DDTREE, or a
+            drafter that is missing or no DFlash drafter.
     """
     check_names(os.environ)
     notice_disconnects()
     verify_mode()
+    defragments = defrag_mode() is not DefragMode.OFF
+    check_requested()
     if is_ddtree(server_args.speculative_algorithm):
         _load_drafter_config(server_args)
     elif server_args.speculative_ddtree_budget is not None:
         raise StartupError(
             "--speculative-ddtree-budget: expected --speculative-algorithm DDTREE with it, "
             f"got {server_args.speculative_algorithm}; add the one or drop the other"
+        )
+    elif defragments:
+        raise StartupError(
+            f"{MODE_VARIABLE}={defrag_mode().value}: expected --speculative-algorithm DDTREE, "
+            f"got {server_args.speculative_algorithm}; unset the variable"
         )
 
 

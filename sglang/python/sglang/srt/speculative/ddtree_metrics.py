@@ -32,16 +32,19 @@ def drafts_per_step(server_args: ServerArgs, default: int) -> int:
 
 
 def describe_steps(scheduler: Any, drafts_per_round: int) -> tuple[int, str]:
-    """For the scheduler's decode log: the accept rate's denominator, and what validate mode found since the last line.
+    """For the scheduler's decode log: the accept rate's denominator; what validate mode found, and run lengths of slots.
 
     Where metrics are on, it also says in ``/metrics`` who verifies for algorithms whose worker is SGLang's own.
     """
     reporter, args = scheduler.metrics_reporter, scheduler.server_args
     labels = reporter.metrics_collector.labels if reporter.current_scheduler_metrics_enabled else None
-    if labels is not None and not is_ddtree(args.speculative_algorithm):
+    found = report_comparison(scheduler, labels)
+    if is_ddtree(args.speculative_algorithm):
+        found += scheduler.draft_worker.defragmenter.describe()
+    elif labels is not None:
         backend = scheduler.tp_worker.model_runner.attn_backend
         publish_routes({int(args.speculative_num_draft_tokens or 0): backend}, labels)
-    return drafts_per_step(args, drafts_per_round), report_comparison(scheduler, labels)
+    return drafts_per_step(args, drafts_per_round), found
 
 
 def describe_request(meta_info: dict[str, Any], server_args: ServerArgs, verify_steps: int, accepted: int) -> int:

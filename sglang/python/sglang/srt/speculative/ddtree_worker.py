@@ -17,6 +17,7 @@ from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 from sglang.srt.runtime_context import get_observability
 from sglang.srt.sm120 import memory_table
+from sglang.srt.sm120.defrag import Defragmenter, SlotMetrics
 from sglang.srt.sm120.metrics import scheduler_labels
 from sglang.srt.sm120.verify_route import publish_routes, route_of
 from sglang.srt.speculative.ddtree_args import budgets_of
@@ -71,13 +72,16 @@ class DDTreeWorker(DFlashWorkerV2):
         self._tree_drafter = TreeDrafter(self.model_runner.model.lm_head, get_tp_group(), block_size, self._budgets[-1])
         self._labels = scheduler_labels(server_args, ps)
         self._metrics: TreeMetrics | None = None
+        self._slot_metrics: SlotMetrics | None = None
         if get_observability().enable_metrics and ps.tp_rank == 0:
             self._metrics = TreeMetrics(self._labels, max_depth(self._budgets[-1], block_size))
+            self._slot_metrics = SlotMetrics(self._labels)
             self._verify_timer = VerifyTimer(self.device)
 
     def init_attention_backends(self) -> None:
         """Also allocate the static buffers: the pools exist and nothing is captured yet."""
         super().init_attention_backends()
+        self.defragmenter = Defragmenter(self.model_runner, self.draft_model_runner, self._slot_metrics)
         max_requests = int(self.model_runner.req_to_token_pool.size)
         self._ladder = Ladder(self.model_runner, self._budgets, self.block_size, get_tp_group())
         # The scheduler copies a step's results while the next step runs, so two sets take turns.
@@ -118,6 +122,11 @@ class DDTreeWorker(DFlashWorkerV2):
         rung = self._ladder.of_width(num_tokens // forward_batch.batch_size)
         draws = output.next_token_logits.argmax(-1).view(-1, rung.width)
         walk_tree(draws, rung.tree, rung.captured_walk)
+
+    def forward_batch_generation(self, batch: ScheduleBatch, **callbacks: Any) -> GenerationBatchResult:
+        """Run a prefill or a decode step; slots move before it, on its stream."""
+        self.defragmenter.before_step(batch)
+        return super().forward_batch_generation(batch, **callbacks)
 
     def verify_draft_tree(
         self,
