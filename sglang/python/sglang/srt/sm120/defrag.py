@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-TARGET_RUN = 64  # rows: a tile of the kernel; runs that are longer gain nothing
+TARGET_RUN = 64  # rows; the kernel reads 32 a step, so at most every second step meets the end of a run
 STEP_BUDGET_US = 200.0  # device time of one move, below 5 % of the shortest step
 IDLE_BUDGET_US = 5000.0  # of the moves between two looks for new requests
 MEASURE_EVERY = 32  # decode steps

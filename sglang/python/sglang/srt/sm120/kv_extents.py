@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Extents of KV slots: the order in which slots are handed out, and the exchange of scattered slots for adjacent ones.
 
-A run is a stretch of a text whose slots are consecutive numbers: a kernel reads it with one bulk copy instead of one a
-row. Everything here works on device tensors whose sizes the host knows; nothing waits for the device.
+A run is a stretch of a text whose slots are consecutive numbers, so that its rows are one stretch of memory. Everything here works on device tensors whose sizes the host knows; nothing waits for the device.
 """
 
 from __future__ import annotations
