@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decode speed of two servers in one run: SGLang's release with DFLASH, and the fork with DDTREE.
 
-    build/env/bin/python scripts/bench OUT.json --stock DIR [--fork DIR] [--models DIR] [--gpus 0,1]
+    build/env/bin/python scripts/bench OUT.json --stock DIR [--fork DIR] [--models DIR] [--gpus 0,1] [--steps STEPS.json]
 
 Both serve the model pair of tests/models/rank_shape.py on dummy weights, with CUDA graphs and the same simulated accept
 length, at each context alone and four at a time. DIR goes to the front of PYTHONPATH: for --stock a folder into which the
 unpatched wheel is unpacked (without --stock only the fork runs), for --fork build/tree when it is not installed. With two
 GPUs the servers run side by side, each on its own. Text means nothing; times do.
+
+--steps also traces some decode steps of both servers and writes what they cost the host and the device.
 """
 
 from __future__ import annotations
@@ -27,19 +29,25 @@ from pathlib import Path
 from typing import Any, Self
 
 import requests
+import step_trace
 
 ROOT = Path(__file__).resolve().parents[2]
 CONTEXTS = (1024, 4096, 16384, 65536)
 CONCURRENCY = (1, 4)
 ACCEPT_LENGTH = 3
 WARM_TOKENS, MEASURED_TOKENS = 48, 96
+# Contexts and concurrency of the traces; at 64k eight streams share one prefix, since stock reads a prompt in 40 seconds.
+TRACED = ((1024, 1), (1024, 8), (65536, 1), (65536, 8))
+TRACED_STEPS, HELD_TOKENS = 12, 8192
+GRAPHS_PER_STEP = 2  # drafter and target
+TRACE_TIMEOUT_SECONDS = 300.0
 # Eight nodes under the root: rows for rows what the chain of a block of eight verifies, and one more.
 DDTREE_BUDGET = 8
 COMMON_FLAGS = (
     *("--load-format", "dummy", "--speculative-draft-load-format", "dummy"),
     *("--attention-backend", "triton", "--speculative-draft-attention-backend", "triton"),
     *("--sampling-backend", "pytorch", "--grammar-backend", "none", "--speculative-draft-window-size", "4096"),
-    *("--cuda-graph-max-bs-decode", "4", "--max-running-requests", "4", "--max-total-tokens", "300000"),
+    *("--cuda-graph-max-bs-decode", "8", "--max-running-requests", "8", "--max-total-tokens", "400000"),
     *("--context-length", "140000", "--mem-fraction-static", "0.8", "--skip-server-warmup"),
 )
 
@@ -155,6 +163,65 @@ def measure(server: Server, contexts: tuple[int, ...]) -> list[dict[str, Any]]:
     return rows
 
 
+def hold(url: str, ids: list[int], running: threading.Barrier, done: threading.Event) -> None:
+    """Keep one stream decoding until `done`; leaving it ends the request."""
+    sampling = {"temperature": 0, "max_new_tokens": HELD_TOKENS, "ignore_eos": True}
+    body = {"input_ids": ids, "sampling_params": sampling, "stream": True}
+    started = False
+    with requests.post(f"{url}/generate", json=body, stream=True, timeout=900) as response:
+        response.raise_for_status()
+        for line in response.iter_lines():
+            if line.startswith(b"data: {") and not started:
+                started = True
+                running.wait()
+            if done.is_set():
+                return
+    raise SystemExit(f"{url}: a stream of {HELD_TOKENS} tokens ended before the trace was there")
+
+
+def trace(server: Server, ids: list[int], concurrency: int) -> dict[str, float]:
+    """What steps cost while `concurrency` streams decode behind the same prompt."""
+    running, done = threading.Barrier(concurrency + 1, timeout=TRACE_TIMEOUT_SECONDS), threading.Event()
+    folder = Path(tempfile.mkdtemp(dir=server.log.parent))
+    body = {"output_dir": str(folder), "num_steps": TRACED_STEPS, "activities": ["CPU", "GPU"]}
+    with ThreadPoolExecutor(concurrency) as pool:
+        streams = [pool.submit(hold, server.url, ids, running, done) for _ in range(concurrency)]
+        try:
+            running.wait()
+            requests.post(f"{server.url}/start_profile", json=body, timeout=TRACE_TIMEOUT_SECONDS).raise_for_status()
+            events = read_when_written(folder)
+        finally:
+            done.set()
+    for finished in streams:
+        finished.result()
+    return step_trace.summarise(events, GRAPHS_PER_STEP)
+
+
+def read_when_written(folder: Path) -> list[dict[str, Any]]:
+    """The events of the trace that a server writes below `folder`."""
+    deadline = time.monotonic() + TRACE_TIMEOUT_SECONDS
+    while time.monotonic() < deadline:
+        for path in folder.rglob("*.trace.json.gz"):
+            try:
+                return step_trace.read(path)
+            except (EOFError, ValueError, OSError):
+                pass  # still being written
+        time.sleep(1)
+    raise SystemExit(f"{folder}: expected a trace within {TRACE_TIMEOUT_SECONDS:.0f} s, got none")
+
+
+def trace_all(server: Server) -> list[dict[str, Any]]:
+    """Rows of one server at every point of `TRACED`."""
+    generator = random.Random(7)  # the first prompt of `measure`, whose prefix is cached
+    prompt = [generator.randint(4, 1000) for _ in range(max(context for context, _ in TRACED))]
+    rows = []
+    for context, concurrency in TRACED:
+        row = {"label": server.label, "context": context, "concurrency": concurrency}
+        rows.append(row | trace(server, prompt[:context], concurrency))
+        print(json.dumps(rows[-1]), flush=True)
+    return rows
+
+
 def environment(servers: list[Server]) -> dict[str, Any]:
     """Where, when and how."""
     import torch
@@ -179,6 +246,7 @@ def main() -> None:
     parser.add_argument("--fork", type=Path)
     parser.add_argument("--models", type=Path)
     parser.add_argument("--gpus", default="0")
+    parser.add_argument("--steps", type=Path)
     parser.add_argument("--contexts", default=",".join(map(str, CONTEXTS)))
     args = parser.parse_args()
     contexts = tuple(int(context) for context in args.contexts.split(","))
@@ -193,14 +261,17 @@ def main() -> None:
     if args.stock:
         servers.insert(0, Server("stock-dflash", models, chain, args.stock, gpus[0], logs))
 
-    def run(server: Server) -> list[dict[str, Any]]:
+    def run(server: Server) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         with server:
-            return measure(server, contexts)
+            return measure(server, contexts), trace_all(server) if args.steps else []
 
     with ThreadPoolExecutor(len(set(gpus))) as pool:
-        rows = [row for part in pool.map(run, servers) for row in part]
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps({"env": environment(servers), "rows": rows}, indent=1) + "\n")
+        found = list(pool.map(run, servers))
+    for path, parts in ((args.out, [rows for rows, _ in found]), (args.steps, [rows for _, rows in found])):
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            result = {"env": environment(servers), "rows": [row for part in parts for row in part]}
+            path.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

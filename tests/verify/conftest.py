@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes the helpers of this folder importable."""
+"""Makes the helpers of this folder, and the benchmark's, importable."""
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
+HERE = Path(__file__).resolve().parent
+
+sys.path[:0] = [str(HERE), str(HERE.parents[1] / "scripts" / "bench")]

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What decode steps cost the host and the device, from a trace of torch's profiler."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx", "cudaGraphLaunch")
+COPIES = ("cudaMemcpyAsync", "cudaMemsetAsync")
+WAITS = ("cudaEventSynchronize", "cudaStreamSynchronize", "cudaDeviceSynchronize")
+HOST, DEVICE = ("cuda_runtime", "cuda_driver"), ("kernel", "gpu_memcpy", "gpu_memset")
+
+
+def summarise(events: Iterable[dict[str, Any]], graphs_per_step: int) -> dict[str, float]:
+    """Averages over the whole steps between the first and the last graph launch of a trace.
+
+    Args:
+        events: ``traceEvents`` of a Chrome trace; times in microseconds.
+        graphs_per_step: CUDA graphs that a step launches; they tell where a step begins.
+
+    Returns, per step:
+        step_us, of which step_host_us is not spent waiting for the device; launches_per_step (graphs count as one),
+        copies_per_step and copied_bytes_per_step as the host asks for them; kernels_per_step on the device;
+        device_idle_percent of the time.
+
+    Raises:
+        ValueError: when the trace holds fewer than two whole steps.
+    """
+    host: list[dict[str, Any]] = []
+    device: list[dict[str, Any]] = []
+    for event in events:
+        if event.get("cat") in HOST:
+            host.append(event)
+        elif event.get("cat") in DEVICE:
+            device.append(event)
+    starts = sorted(event["ts"] for event in host if event["name"] == "cudaGraphLaunch")[::graphs_per_step]
+    steps = len(starts) - 1
+    if steps < 2:
+        raise ValueError(f"trace: expected at least two whole steps of {graphs_per_step} graphs, got {max(steps, 0)}")
+    begin, end = starts[0], starts[-1]
+    asked = [event for event in host if begin <= event["ts"] < end]
+    # What a step asks for runs later; over whole steps of a steady state the shift does not matter.
+    ran = [event for event in device if begin <= event["ts"] < end]
+
+    def count(names: tuple[str, ...]) -> float:
+        return sum(event["name"] in names for event in asked) / steps
+
+    waited = sum(event["dur"] for event in asked if event["name"] in WAITS)
+    copied = sum(event.get("args", {}).get("bytes", 0) for event in ran if event["cat"] == "gpu_memcpy")
+    return {
+        "steps": steps,
+        "step_us": round((end - begin) / steps, 1),
+        "step_host_us": round((end - begin - waited) / steps, 1),
+        "launches_per_step": round(count(LAUNCHES), 2),
+        "copies_per_step": round(count(COPIES), 2),
+        "copied_bytes_per_step": round(copied / steps),
+        "kernels_per_step": round(sum(event["cat"] == "kernel" for event in ran) / steps, 1),
+        "device_idle_percent": round(100 * (1 - _covered(ran, begin, end) / (end - begin)), 2),
+    }
+
+
+def _covered(events: list[dict[str, Any]], begin: float, end: float) -> float:
+    """Microseconds between `begin` and `end` in which at least one event runs."""
+    covered, reached = 0.0, begin
+    for start, stop in sorted((event["ts"], event["ts"] + event["dur"]) for event in events):
+        stop = min(stop, end)
+        if stop > reached:
+            covered += stop - max(start, reached)
+            reached = stop
+    return covered
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The events of a gzipped trace."""
+    with gzip.open(path) as file:
+        events: list[dict[str, Any]] = json.load(file)["traceEvents"]
+    return events
