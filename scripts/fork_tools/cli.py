@@ -16,7 +16,7 @@ from fork_tools.lint import lint
 from fork_tools.refresh import refresh
 from fork_tools.review import write_review
 from fork_tools.table import update
-from fork_tools.tree import build_tree, read_patches
+from fork_tools.tree import build_tree, read_patches, write_delta
 from fork_tools.wheel import build_wheel
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,6 +36,12 @@ def _tree(layout: Layout, arguments: argparse.Namespace) -> None:
     out = (arguments.out or layout.build / "tree").resolve()
     fresh = build_tree(layout, pin, path, wheel.sha256, out)
     print(f"{out} ({'written' if fresh else 'unchanged'})")
+
+
+def _delta(layout: Layout, arguments: argparse.Namespace) -> None:
+    _, _, path = _fetched(layout, arguments)
+    out = layout.build / "delta"
+    print(f"{out} ({write_delta(layout, path, out)} files)")
 
 
 def _wheel(layout: Layout, arguments: argparse.Namespace) -> None:
@@ -107,6 +113,7 @@ def _parser() -> argparse.ArgumentParser:
     for name, function, text in (
         ("fetch", _fetch, "download the pinned wheel into build/upstream and check its sha256"),
         ("tree", _tree, "write wheel + overlay + patches to build/tree"),
+        ("delta", _delta, "write the new and patched files alone to build/delta, for a trial on an installed release"),
         ("wheel", _wheel, "build the fork's wheel into build/dist"),
         ("review", _review, "write the changes as series for git am, with cover letters, to build/review"),
         ("refresh", _refresh, "carry the patches to another release, into build/refresh"),

@@ -114,11 +114,28 @@ def check_bases(pristine: Files, patches: Iterable[Patch]) -> None:
 def materialise(layout: Layout, pin: Pin, wheel: Path) -> Files:
     """The whole fork in memory: source files as in build/tree, and the fork's metadata."""
     pristine = archive.read(wheel)
-    overlay = read_overlay(layout)
-    check_overlay(overlay, pristine)
     old = archive.dist_info(pristine)
     source = {name: entry for name, entry in pristine.items() if not name.startswith(f"{old}/")}
-    return source | overlay | apply(pristine, read_patches(layout)) | fork_metadata(pin, pristine)
+    return source | changes(layout, pristine) | fork_metadata(pin, pristine)
+
+
+def changes(layout: Layout, pristine: Files) -> Files:
+    """The new and the patched files alone, by their path in a wheel."""
+    overlay = read_overlay(layout)
+    check_overlay(overlay, pristine)
+    return overlay | apply(pristine, read_patches(layout))
+
+
+def write_delta(layout: Layout, wheel: Path, out: Path) -> int:
+    """Replace the folder `out` by `changes`; returns the number of files.
+
+    Laid over an installed release they are the fork but for its entry points: no CPU platform, no limit of bodies.
+    """
+    files = changes(layout, archive.read(wheel))
+    with scratch_folder(sibling(out, "partial")) as partial:
+        write_files(partial, files)
+        replace_folder(partial, out)
+    return len(files)
 
 
 def inputs_digest(layout: Layout, wheel_sha256: str) -> str:

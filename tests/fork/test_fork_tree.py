@@ -44,6 +44,15 @@ def test_is_pristine_plus_overlay_plus_insertions(toy: ToyCheckout) -> None:
     assert toy.tree("sglang/__init__.py") == PRISTINE["sglang/__init__.py"]
 
 
+def test_delta_is_what_the_tree_has_beyond_the_release(toy: ToyCheckout) -> None:
+    fill(toy)
+    toy.write("build/delta/sglang/stale.py", "")
+    assert toy.run("tree") == 0 and toy.run("delta") == 0
+    delta = content(toy.layout.build / "delta")
+    assert sorted(delta) == ["sglang/engine.py", "sglang/reference.py", "sglang/router.py"]
+    assert {name: toy.tree(name).encode() for name in delta} == delta
+
+
 def test_carries_the_metadata_of_the_fork(toy: ToyCheckout) -> None:
     assert toy.run("tree") == 0
     info = "sglang-1.0+sm120.3.dist-info"
