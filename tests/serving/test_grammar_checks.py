@@ -12,6 +12,8 @@ from sglang.srt.sm120.grammars import check_grammar
 OBJECT = '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}'
 TAG = '{"type": "structural_tag", "format": {"type": "tag", "begin": "<t>", "content": {"type": "any_text"}, "end": "</t>"}}'
 
+FORMAT = '{"type": "structural_tag", "format": {%s}}'
+
 
 @pytest.mark.parametrize(
     "options",
@@ -28,6 +30,11 @@ TAG = '{"type": "structural_tag", "format": {"type": "tag", "begin": "<t>", "con
         {"regex": "yes|no{1,3}", "min_new_tokens": 4},
         {"regex": "[0-9]{3}", "min_new_tokens": 90},
         {"regex": "[0-9]+", "min_new_tokens": 90},
+        {"regex": r"a\x00b", "stop": ["x"]},
+        {"regex": "a{100000}"},
+        {"json_schema": '{"const": "\\u0000"}'},
+        {"json_schema": '{"const": ' + "[" * 127 + "]" * 127 + "}"},
+        {"ebnf": 'root ::= "Token(999999)" [Token("{9999999}] # Token(999999)'},
     ],
 )
 def test_usable_grammars_pass(options: dict[str, Any]) -> None:
@@ -55,6 +62,21 @@ def test_usable_grammars_pass(options: dict[str, Any]) -> None:
         ({"structural_tag": TAG, "stop": ["<t>"]}, "stop: .*structural_tag can do without, got '<t>'"),
         ({"regex": "yes|no{1,3}", "min_new_tokens": 5}, r"min_new_tokens \(min_tokens\): .*at most 4.*regex.*got 5"),
         ({"regex": "\u20ac?", "min_new_tokens": 4}, "min_new_tokens .*at most 3.*got 4"),
+        ({"regex": "\0"}, "regex .*without the character NUL"),
+        ({"regex": "a{100001}"}, "regex .*at most 100000 repetitions expected, got 100001"),
+        ({"regex": r"\ud800"}, "regex .*no Unicode text"),
+        ({"ebnf": 'root ::= "a"{2,99999999999}'}, "ebnf .*at most 100000 repetitions expected, got 99999999999"),
+        ({"ebnf": "root ::= Token(99999999)"}, "ebnf .*text expected.*token ids"),
+        ({"json_schema": '{"type": "string", "pattern": "\\u0000"}'}, "json_schema .*without the character NUL"),
+        ({"json_schema": '{"patternProperties": {"\\u0000": {}}}'}, "json_schema .*without the character NUL"),
+        ({"json_schema": '{"const": ' + "[" * 129 + "]" * 129 + "}"}, "json_schema .*at most 128 nested"),
+        ({"json_schema": '{"const": ' + "[" * 50_000 + "]" * 50_000 + "}"}, "json_schema .*at most 128 nested"),
+        ({"structural_tag": FORMAT % '"type": "regex", "pattern": "\\u0000"'}, "structural_tag .*the character NUL"),
+        ({"structural_tag": FORMAT % '"type": "token", "token": 99999'}, "structural_tag .*token ids"),
+        (
+            {"structural_tag": FORMAT % '"type": "grammar", "grammar": "root ::= Token(99999)"'},
+            "structural_tag .*token",
+        ),
         ({"ebnf": 'root ::= ""', "min_new_tokens": 1}, "min_new_tokens .*at most 0.*ebnf.*got 1"),
     ],
 )

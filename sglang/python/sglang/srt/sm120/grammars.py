@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sglang.srt.sm120.grammar_hazards import hazard
+
 if TYPE_CHECKING:
     from sglang.srt.constrained.base_grammar_backend import BaseGrammarObject
     from sglang.srt.constrained.xgrammar_backend import XGrammarGrammarBackend
@@ -73,6 +75,9 @@ def _inspect(kind: str, text: str) -> tuple[str | None, str]:
 
     from sglang.srt.constrained.base_grammar_backend import InvalidGrammarObject
 
+    reason = hazard(kind, text)
+    if reason is not None:
+        return reason, ""
     try:
         grammar = _byte_backend()._init_value_dispatch((kind, text), False)
     except Exception as error:  # noqa: BLE001 (what SGLang lets through here, the scheduler would meet too)
@@ -83,7 +88,10 @@ def _inspect(kind: str, text: str) -> tuple[str | None, str]:
     grammar.fill_vocab_mask(mask, 0)
     if not bool(mask.any()):
         return "no answer would be legal", ""
-    forced = grammar.try_jump_forward(None)
+    try:
+        forced = grammar.try_jump_forward(None)
+    except UnicodeDecodeError:
+        return "every answer would begin with what is no Unicode text", ""
     return None, "" if forced is None else forced[1]
 
 
