@@ -62,6 +62,16 @@ def queries(root: Path) -> tuple[str, ...]:
     return (*(target["expr"] for panel in panels for target in panel["targets"]), *rules)
 
 
+def test_a_label_that_no_series_has_is_refused(server: Server) -> None:
+    """The release counts the request with it, fails, and stops the server."""
+    body = {"text": "def add", "custom_labels": {"tenant": "a"}, "sampling_params": {"max_new_tokens": 2}}
+    response = requests.post(f"{server.url}/generate", json=body, timeout=60)
+    assert response.status_code == 400 and "custom_labels: expected names" in response.text, response.text
+    assert "tokenizer-metrics-allowed-custom-labels" in response.text
+    del body["custom_labels"]
+    assert requests.post(f"{server.url}/generate", json=body, timeout=60).status_code == 200
+
+
 def test_each_declared_series_is_served(server: Server) -> None:
     families = scrape(server)
     scheduler = families["sglang:token_usage"].samples[0].labels

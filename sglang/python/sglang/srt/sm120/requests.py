@@ -51,6 +51,8 @@ def check_request(obj: Any, server_args: ServerArgs, vocab_size: int, takes_medi
         if server_args.grammar_backend == "xgrammar":
             check_grammar(options, reasons_first=bool(getattr(obj, "require_reasoning", False)))
     _check_logprobs(obj, vocab_size)
+    if server_args.enable_metrics:
+        _check_labels(obj, server_args)
     if server_args.enable_custom_logit_processor:
         for processor in values_of(obj, "custom_logit_processor"):
             _check_processor(processor)
@@ -91,6 +93,17 @@ def _check_logprobs(obj: Any, vocab_size: int) -> None:
         for value in values_of(obj, name):
             if not lowest <= value <= highest:
                 raise ValueError(f"{name}: expected an integer from {lowest} to {highest}, got {value}")
+
+
+def _check_labels(obj: Any, server_args: ServerArgs) -> None:
+    """A label that the series in /metrics lack ends the process that counts, and with it the server."""
+    known = server_args.tokenizer_metrics_allowed_custom_labels or []
+    unknown = next((name for name in getattr(obj, "custom_labels", None) or () if name not in known), None)
+    if unknown is not None:
+        raise ValueError(
+            f"custom_labels: expected names from {known}, got {unknown!r}; drop it or start the server with "
+            "--tokenizer-metrics-allowed-custom-labels"
+        )
 
 
 def _check_processor(text: Any) -> None:
