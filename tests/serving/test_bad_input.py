@@ -145,6 +145,8 @@ NATIVE_CASES: dict[str, dict[str, Any]] = {
     "structural_tag list": {"sampling_params": {"structural_tag": "[]"}},
     "structural_tag unknown": {"sampling_params": {"structural_tag": '{"type": "structural_tag", "format": {}}'}},
     "input_ids empty beside text": {"input_ids": []},
+    "input_ids beside text": {"input_ids": [1, 2]},
+    "input_ids nested beside text": {"input_ids": [[1]]},
     "input_ids with an empty prompt": {"text": None, "input_ids": [[1, 2], []]},
     "input_ids above": {"text": None, "input_ids": [1, 2, 10**6]},
     "input_ids negative": {"text": None, "input_ids": [-5, 3]},

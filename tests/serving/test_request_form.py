@@ -98,6 +98,8 @@ def test_good_sampling_parameters_pass(sampling: dict[str, Any]) -> None:
         ({"positional_embed_overrides": "x"}, "positional_embed_overrides: expected embeddings"),
         ({"positional_embed_overrides": []}, "positional_embed_overrides: expected a single value"),
         ({"text": None, "input_embeds": []}, "input_embeds"),
+        ({"input_ids": [1]}, "input_ids: expected either text or input_ids, got both"),
+        ({"input_ids": [[1]]}, "input_ids: expected either text or input_ids, got both"),
         ({"text": None, "input_embeds": [[]]}, "input_embeds"),
     ],
     ids=lambda part: str(part)[:40],

@@ -160,6 +160,8 @@ def _num_prompts(obj: Any) -> int | None:
     """Prompts of a request that is a list of them, None for one that has a single prompt."""
     text, token_ids = getattr(obj, "text", None), getattr(obj, "input_ids", None)
     embeddings = getattr(obj, "input_embeds", None)
+    if text is not None and token_ids is not None:
+        raise ValueError("input_ids: expected either text or input_ids, got both; drop one")
     if text is not None:
         return len(text) if isinstance(text, list) else None
     if token_ids is not None:
