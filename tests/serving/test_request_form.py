@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +15,9 @@ from pydantic import ValidationError
 from serving.server import Server, exchange
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest
 from sglang.srt.managers.io_struct import GenerateReqInput
+from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.sm120.request_form import check_form, describe_errors
+from sglang.srt.sm120.requests import check_request
 
 SAMPLING: dict[str, list[Any]] = {
     "n": [0, -1, 4097, 2**31, 2**64, 1.5, "2", None, [], {}, True],
@@ -122,6 +126,17 @@ def test_request_of_another_form_is_refused(change: dict[str, Any], words: str) 
 )
 def test_good_requests_pass(good: dict[str, Any]) -> None:
     check_form(GenerateReqInput(**good))
+
+
+def test_a_refused_stream_leaves_nothing_to_abort() -> None:
+    """SGLang's task after a stream asks how many requests there were, and ends those with the client's rid."""
+    obj = GenerateReqInput(text="x", rid="of-another-request", stream=True, sampling_params={"unheard_of": 1})
+    with pytest.raises(ValueError, match="unheard_of"):
+        check_request(obj, SimpleNamespace(), vocab_size=8, takes_media=False)
+    aborted: list[str] = []
+    manager = SimpleNamespace(abort_request=aborted.append)
+    asyncio.run(TokenizerManager.create_abort_task(manager, obj)())
+    assert aborted == []
 
 
 MESSAGES = [{"role": "user", "content": "x"}]

@@ -44,6 +44,15 @@ def check_request(obj: Any, server_args: ServerArgs, vocab_size: int, takes_medi
     Raises:
         ValueError: naming the option, what was expected and what came.
     """
+    try:
+        _check_parts(obj, server_args, vocab_size, takes_media)
+    except ValueError:
+        # The task that ends a stream's requests two seconds after its answer reads both, which normalizing would set.
+        obj.is_single, obj.rid = False, []
+        raise
+
+
+def _check_parts(obj: Any, server_args: ServerArgs, vocab_size: int, takes_media: bool) -> None:
     check_form(obj, takes_media)
     _check_token_ids(getattr(obj, "input_ids", None), vocab_size)
     for options in values_of(obj, "sampling_params"):
