@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
+from sglang.srt.sm120 import grammars
 from sglang.srt.sm120.grammars import check_grammar
 
 OBJECT = '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}'
@@ -90,3 +92,23 @@ def test_unusable_grammars_are_named(options: dict[str, Any], message: str) -> N
 
 def test_reasoning_may_be_longer_than_the_grammar_s_answers() -> None:
     check_grammar({"regex": "yes|no", "min_new_tokens": 9}, reasons_first=True)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"regex": ".*" * 300},
+        {"regex": "((a{1000}){1000}){1000}"},
+        {"regex": "|".join(str(number) for number in range(1000))},
+        {"ebnf": "root ::= " + " ".join(["[a-z]*"] * 100)},
+        {"json_schema": json.dumps({"enum": list(range(20_000))})},
+        {"json_schema": json.dumps({"anyOf": [{"type": "string", "pattern": ".*" * 100}] * 3})},
+        {"structural_tag": FORMAT % ('"type": "grammar", "grammar": "%s"' % ("a" * 600))},
+    ],
+)
+def test_large_grammars_are_left_to_the_scheduler(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
+    """The check runs where requests arrive: while it compiles, nobody is answered."""
+    compiled: list[object] = []
+    monkeypatch.setattr(grammars, "_byte_backend", lambda: compiled.append(None))
+    check_grammar({**options, "min_new_tokens": 3})
+    assert not compiled

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Grammars that end the process which compiles them, or hold it for minutes: refused before the compiler sees them.
 
+Others merely take seconds to compile. Whoever must not wait asks `takes_long` first.
+
 xgrammar reads past a NUL character in a regular expression, past the vocabulary for a token id, and recurses without a
 bound into nested JSON. Neither of the first two raises an exception, and nor does the third.
 """
@@ -9,11 +11,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 MAX_NESTING = 128  # of arrays and objects; compiling takes time that grows with the cube of it
 MAX_REPEATS = 100_000  # of one quantifier; every repetition is a rule of the compiled grammar
+# Compiled within half a second on one core. Wildcards in a row, the worst that was found, cost the square of their number.
+_QUICK_TEXT, _QUICK_EXPRESSIONS = 16_384, 512
 _NUL = "a regular expression without the character NUL expected; write it as \\x00"
 _TOKENS = "text expected, which the check of a grammar reads byte by byte, got token ids; write their text"
 _TOKEN_FORMATS = frozenset({"token", "exclude_token", "any_tokens", "token_triggered_tags"})
@@ -39,20 +43,43 @@ def hazard(kind: str, text: str) -> str | None:
         return None
     if any(depth > MAX_NESTING for depth, _ in parts):
         return _too_deep()
-    objects = (part for _, part in parts if isinstance(part, Mapping))
-    return next((reason for part in objects if (reason := _object_hazard(kind, part)) is not None), None)
-
-
-def _object_hazard(kind: str, part: Mapping[str, Any]) -> str | None:
-    names = part.get("patternProperties")
-    patterns = [part.get("pattern"), *(names if isinstance(names, Mapping) else ())]
-    found = [_regex_hazard(pattern) for pattern in patterns if isinstance(pattern, str)]
-    if kind == "structural_tag":
-        if isinstance(part.get("type"), str) and part["type"] in _TOKEN_FORMATS:
-            return _TOKENS
-        if isinstance(part.get("grammar"), str):
-            found.append(_ebnf_hazard(part["grammar"]))
+    if kind == "structural_tag" and any(_is_token_format(part) for _, part in parts):
+        return _TOKENS
+    found = (_ebnf_hazard(rules) if is_ebnf else _regex_hazard(rules) for is_ebnf, rules in _expressions(kind, parts))
     return next((reason for reason in found if reason is not None), None)
+
+
+def takes_long(kind: str, text: str) -> bool:
+    """Whether a grammar without a hazard may take more than half a second to compile."""
+    if len(text) > _QUICK_TEXT:
+        return True
+    expressions = [text]
+    if kind in ("json", "structural_tag"):
+        try:
+            expressions = [rules for _, rules in _expressions(kind, list(_parts(json.loads(text))))]
+        except ValueError:
+            return False
+    repeats = 1
+    for rules in expressions:
+        for found in _QUANTIFIER.findall(rules):
+            repeats *= max(1, *(int(digits or 0) for digits in found))  # they may be nested
+    return sum(map(len, expressions)) > _QUICK_EXPRESSIONS or repeats > MAX_REPEATS
+
+
+def _is_token_format(part: Any) -> bool:
+    return isinstance(part, Mapping) and isinstance(part.get("type"), str) and part["type"] in _TOKEN_FORMATS
+
+
+def _expressions(kind: str, parts: Iterable[tuple[int, Any]]) -> Iterator[tuple[bool, str]]:
+    """Expressions inside a schema or a structural tag, each with whether it is EBNF rather than a regular expression."""
+    for _, part in parts:
+        if isinstance(part, Mapping):
+            names = part.get("patternProperties")
+            for pattern in (part.get("pattern"), *(names if isinstance(names, Mapping) else ())):
+                if isinstance(pattern, str):
+                    yield False, pattern
+            if kind == "structural_tag" and isinstance(part.get("grammar"), str):
+                yield True, part["grammar"]
 
 
 def _regex_hazard(text: str) -> str | None:

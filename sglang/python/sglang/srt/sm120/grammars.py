@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sglang.srt.sm120.grammar_hazards import hazard
+from sglang.srt.sm120.grammar_hazards import hazard, takes_long
 
 if TYPE_CHECKING:
     from sglang.srt.constrained.base_grammar_backend import BaseGrammarObject
@@ -33,6 +33,8 @@ def check_grammar(options: Mapping[str, Any], reasons_first: bool = False) -> No
     """Refuse a grammar that does not compile with xgrammar, accepts nothing, or conflicts with another option.
 
     It conflicts with a stop string that every answer begins with, and with ``min_new_tokens`` beyond its longest answer.
+    Nobody is answered while a grammar is compiled here, so one that takes long is left to the scheduler, which compiles
+    beside its work and ends a bad request with the same status, after a stream has begun.
 
     Args:
         options: the sampling options as the client sent them.
@@ -76,7 +78,7 @@ def _inspect(kind: str, text: str) -> tuple[str | None, str]:
     from sglang.srt.constrained.base_grammar_backend import InvalidGrammarObject
 
     reason = hazard(kind, text)
-    if reason is not None:
+    if reason is not None or takes_long(kind, text):
         return reason, ""
     try:
         grammar = _byte_backend()._init_value_dispatch((kind, text), False)
@@ -108,6 +110,8 @@ def _longest_answer(kind: str, text: str) -> int | None:
     """Bytes of the longest answer; None for a grammar that has too many answers to look at, or no longest one."""
     import xgrammar
 
+    if takes_long(kind, text):
+        return None
     matcher = _byte_backend()._init_value_dispatch((kind, text), False).matcher
     mask = xgrammar.allocate_token_bitmask(1, _NUM_BYTES + 1)
     longest, pending = 0, [b""]
