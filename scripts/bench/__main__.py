@@ -14,6 +14,7 @@ GPUs the servers run side by side, each on its own. Text means nothing; times do
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import json
 import os
@@ -24,6 +25,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Self
@@ -112,26 +114,27 @@ class Server:
         ]
 
 
-def stream(url: str, ids: list[int], together: threading.Barrier) -> dict[str, float]:
-    """One streamed answer: seconds to the first token, then verify steps, tokens and seconds once all streams decode."""
-    body = {
-        "input_ids": ids,
-        "sampling_params": {"temperature": 0, "max_new_tokens": WARM_TOKENS + MEASURED_TOKENS, "ignore_eos": True},
-        "stream": True,
-    }
-    started, first, mark = time.perf_counter(), 0.0, None
-    last: dict[str, Any] = {}
+def decode(url: str, ids: list[int], new_tokens: int) -> Generator[dict[str, Any], None, None]:
+    """The meta data of each part of one greedy answer, as it arrives; closing the generator ends the request."""
+    sampling = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
+    body = {"input_ids": ids, "sampling_params": sampling, "stream": True}
     with requests.post(f"{url}/generate", json=body, stream=True, timeout=900) as response:
         response.raise_for_status()
         for line in response.iter_lines():
-            if not line.startswith(b"data: {"):
-                continue
-            last, now = json.loads(line[6:])["meta_info"], time.perf_counter()
-            if not first:
-                first = now
-                together.wait()  # nobody is measured while another prompt is being read
-            if mark is None and last["completion_tokens"] >= WARM_TOKENS:
-                mark = (now, last["completion_tokens"])
+            if line.startswith(b"data: {"):
+                yield json.loads(line[6:])["meta_info"]
+
+
+def stream(url: str, ids: list[int], together: threading.Barrier) -> dict[str, float]:
+    """One streamed answer: seconds to the first token, then verify steps, tokens and seconds once all streams decode."""
+    started, first, mark = time.perf_counter(), 0.0, None
+    for last in decode(url, ids, WARM_TOKENS + MEASURED_TOKENS):
+        now = time.perf_counter()
+        if not first:
+            first = now
+            together.wait()  # nobody is measured while another prompt is being read
+        if mark is None and last["completion_tokens"] >= WARM_TOKENS:
+            mark = (now, last["completion_tokens"])
     assert mark is not None
     seconds, tokens = now - mark[0], last["completion_tokens"] - mark[1]
     steps = tokens / (last["completion_tokens"] / last["spec_verify_ct"])
@@ -164,15 +167,10 @@ def measure(server: Server, contexts: tuple[int, ...]) -> list[dict[str, Any]]:
 
 
 def hold(url: str, ids: list[int], running: threading.Barrier, done: threading.Event) -> None:
-    """Keep one stream decoding until `done`; leaving it ends the request."""
-    sampling = {"temperature": 0, "max_new_tokens": HELD_TOKENS, "ignore_eos": True}
-    body = {"input_ids": ids, "sampling_params": sampling, "stream": True}
-    started = False
-    with requests.post(f"{url}/generate", json=body, stream=True, timeout=900) as response:
-        response.raise_for_status()
-        for line in response.iter_lines():
-            if line.startswith(b"data: {") and not started:
-                started = True
+    """Keep one stream decoding until `done`."""
+    with contextlib.closing(decode(url, ids, HELD_TOKENS)) as parts:
+        for index, _ in enumerate(parts):
+            if index == 0:
                 running.wait()
             if done.is_set():
                 return
