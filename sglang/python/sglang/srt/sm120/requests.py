@@ -131,4 +131,8 @@ def admission_refusal(scheduler: Scheduler, req: Req) -> str | None:
     Clients that bypass the tokenizer's check meet the features' verdicts here.
     """
     reasons = (verdict(req) for _, verdict in _feature_checks)
-    return next((reason for reason in reasons if reason is not None), None) or limit_length(scheduler, req)
+    reason = next((reason for reason in reasons if reason is not None), None) or limit_length(scheduler, req)
+    if reason is not None:
+        # A refused request is still prefilled: the sampler must not meet what was refused.
+        req.sampling_params.min_p = 0.0
+    return reason

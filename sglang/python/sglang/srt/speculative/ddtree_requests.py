@@ -70,7 +70,6 @@ def drafting_refusal(req: Any) -> str | None:
     if reason is not None or not get_exec().deterministic.enable_deterministic_inference:
         return reason
     if params.min_p > 0:
-        params.min_p = 0.0  # the sampler sees a refused request too
         return "min_p: not supported with --enable-deterministic-inference; drop the option or the flag"
     if params.sampling_seed is not None and params.top_k > 1 and not is_ddtree(algorithm):
         return f"sampling_seed: not supported with --speculative-algorithm {algorithm}; drop it or use DDTREE"
