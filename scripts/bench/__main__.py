@@ -25,7 +25,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Self
@@ -61,12 +61,20 @@ class Server:
         label: name of its rows.
         models: folder with target/ and draft/.
         flags: beside those that both servers share.
+        environment: variables beside those that both servers share.
         path: folder for the front of PYTHONPATH, or None.
         gpu: index of its card.
     """
 
     def __init__(
-        self, label: str, models: Path, flags: tuple[str, ...], path: Path | None, gpu: str, logs: Path
+        self,
+        label: str,
+        models: Path,
+        flags: tuple[str, ...],
+        environment: dict[str, str],
+        path: Path | None,
+        gpu: str,
+        logs: Path,
     ) -> None:
         self.label = label
         self.log = logs / f"{label}.log"
@@ -76,7 +84,9 @@ class Server:
         self._command = [sys.executable, "-m", "sglang.launch_server", "--host", "127.0.0.1"]
         self._command += ["--port", str(self._port), *pair, *COMMON_FLAGS, *flags]
         search = os.pathsep.join([str(path)] * bool(path) + [os.environ.get("PYTHONPATH", "")])
-        self._environment = os.environ | {
+        self._environment = {
+            **os.environ,
+            **environment,
             "CUDA_VISIBLE_DEVICES": gpu,
             "PYTHONPATH": search,
             "SGLANG_SIMULATE_ACC_LEN": str(ACCEPT_LENGTH),
@@ -125,14 +135,14 @@ def decode(url: str, ids: list[int], new_tokens: int) -> Generator[dict[str, Any
                 yield json.loads(line[6:])["meta_info"]
 
 
-def stream(url: str, ids: list[int], together: threading.Barrier) -> dict[str, float]:
+def stream(url: str, ids: list[int], barrier: threading.Barrier) -> dict[str, float]:
     """One streamed answer: seconds to the first token, then verify steps, tokens and seconds once all streams decode."""
     started, first, mark = time.perf_counter(), 0.0, None
     for last in decode(url, ids, WARM_TOKENS + MEASURED_TOKENS):
         now = time.perf_counter()
         if not first:
             first = now
-            together.wait()  # nobody is measured while another prompt is being read
+            barrier.wait()  # nobody is measured while another prompt is being read
         if mark is None and last["completion_tokens"] >= WARM_TOKENS:
             mark = (now, last["completion_tokens"])
     assert mark is not None
@@ -141,29 +151,30 @@ def stream(url: str, ids: list[int], together: threading.Barrier) -> dict[str, f
     return {"ttft_s": first - started, "seconds": seconds, "tokens": tokens, "steps": steps}
 
 
-def measure(server: Server, contexts: tuple[int, ...]) -> list[dict[str, Any]]:
+def measure(server: Server, contexts: tuple[int, ...]) -> Iterator[dict[str, Any]]:
     """Rows of one server. A longer prompt begins with the shorter one, so that prefixes come from the cache."""
-    rows = []
     generator = random.Random(7)
     prompts = [[generator.randint(4, 1000) for _ in range(max(contexts))] for _ in range(max(CONCURRENCY))]
-    stream(server.url, prompts[0][:64], threading.Barrier(1))
+    for concurrency in CONCURRENCY:  # compiles what the measured streams need
+        together(server, [ids[-64:] for ids in prompts[:concurrency]])
     for context in contexts:
         for concurrency in CONCURRENCY:
-            barrier = threading.Barrier(concurrency)
-            with ThreadPoolExecutor(concurrency) as pool:
-                tasks = [pool.submit(stream, server.url, ids[:context], barrier) for ids in prompts[:concurrency]]
-                results = [task.result() for task in tasks]
-            row = {
+            found = together(server, [ids[:context] for ids in prompts[:concurrency]])
+            yield {
                 "label": server.label,
                 "context": context,
                 "concurrency": concurrency,
-                "ms_per_step": round(1e3 * sum(r["seconds"] / r["steps"] for r in results) / concurrency, 2),
-                "tok_s": round(sum(r["tokens"] / r["seconds"] for r in results), 1),
-                "ttft_s": round(max(r["ttft_s"] for r in results), 2),
+                "ms_per_step": round(1e3 * sum(each["seconds"] / each["steps"] for each in found) / concurrency, 2),
+                "tok_s": round(sum(each["tokens"] / each["seconds"] for each in found), 1),
+                "ttft_s": round(max(each["ttft_s"] for each in found), 2),
             }
-            print(json.dumps(row), flush=True)
-            rows.append(row)
-    return rows
+
+
+def together(server: Server, prompts: list[list[int]]) -> list[dict[str, float]]:
+    """What `stream` says of prompts that decode at the same time."""
+    barrier = threading.Barrier(len(prompts))
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        return list(pool.map(lambda ids: stream(server.url, ids, barrier), prompts))
 
 
 def hold(url: str, ids: list[int], running: threading.Barrier, done: threading.Event) -> None:
@@ -208,16 +219,35 @@ def read_when_written(folder: Path) -> list[dict[str, Any]]:
     raise SystemExit(f"{folder}: expected a trace within {TRACE_TIMEOUT_SECONDS:.0f} s, got none")
 
 
-def trace_all(server: Server) -> list[dict[str, Any]]:
+def trace_all(server: Server) -> Iterator[dict[str, Any]]:
     """Rows of one server at every point of `TRACED`."""
     generator = random.Random(7)  # the first prompt of `measure`, whose prefix is cached
     prompt = [generator.randint(4, 1000) for _ in range(max(context for context, _ in TRACED))]
-    rows = []
     for context, concurrency in TRACED:
         row = {"label": server.label, "context": context, "concurrency": concurrency}
-        rows.append(row | trace(server, prompt[:context], concurrency))
-        print(json.dumps(rows[-1]), flush=True)
-    return rows
+        yield row | trace(server, prompt[:context], concurrency)
+
+
+class Results:
+    """A file of rows that is complete after each of them."""
+
+    def __init__(self, path: Path, servers: list[Server]) -> None:
+        self._path, self._servers = path, servers
+        self._rows: list[dict[str, Any]] = []
+        self._lock = threading.Lock()
+
+    def take(self, rows: Iterable[dict[str, Any]]) -> None:
+        for row in rows:
+            print(json.dumps(row), flush=True)
+            with self._lock:
+                self._rows.append(row)
+                order = [server.label for server in self._servers]
+                result = {
+                    "env": environment(self._servers),
+                    "rows": sorted(self._rows, key=lambda row: order.index(row["label"])),
+                }
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                self._path.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def environment(servers: list[Server]) -> dict[str, Any]:
@@ -255,21 +285,23 @@ def main() -> None:
         subprocess.run([sys.executable, str(ROOT / "tests" / "models" / "rank_shape.py"), str(models)], check=True)
     tree = ("--speculative-algorithm", "DDTREE", "--speculative-ddtree-budget", str(DDTREE_BUDGET))
     chain = ("--speculative-algorithm", "DFLASH", "--speculative-num-draft-tokens", "8")
-    servers = [Server("sm120-ddtree", models, tree, args.fork, gpus[-1], logs)]
+    # Where it is no sm_120 card, the kernel must be asked for.
+    kernel = {"SGLANG_SM120_VERIFY": "on"}
+    servers = [Server("sm120-ddtree", models, tree, kernel, args.fork, gpus[-1], logs)]
     if args.stock:
-        servers.insert(0, Server("stock-dflash", models, chain, args.stock, gpus[0], logs))
+        servers.insert(0, Server("stock-dflash", models, chain, {}, args.stock, gpus[0], logs))
 
-    def run(server: Server) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    decoding = Results(args.out, servers)
+    tracing = Results(args.steps, servers) if args.steps else None
+
+    def run(server: Server) -> None:
         with server:
-            return measure(server, contexts), trace_all(server) if args.steps else []
+            decoding.take(measure(server, contexts))
+            if tracing is not None:
+                tracing.take(trace_all(server))
 
     with ThreadPoolExecutor(len(set(gpus))) as pool:
-        found = list(pool.map(run, servers))
-    for path, parts in ((args.out, [rows for rows, _ in found]), (args.steps, [rows for _, rows in found])):
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            result = {"env": environment(servers), "rows": [row for part in parts for row in part]}
-            path.write_text(json.dumps(result, indent=1) + "\n")
+        list(pool.map(run, servers))
 
 
 if __name__ == "__main__":

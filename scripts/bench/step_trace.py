@@ -23,28 +23,24 @@ def summarise(events: Iterable[dict[str, Any]], graphs_per_step: int) -> dict[st
         graphs_per_step: CUDA graphs that a step launches; they tell where a step begins.
 
     Returns, per step:
-        step_us, of which step_host_us is not spent waiting for the device; launches_per_step (graphs count as one),
-        copies_per_step and copied_bytes_per_step as the host asks for them; kernels_per_step on the device;
-        device_idle_percent of the time.
+        step_us, of which step_host_us is not spent waiting for the device; launches_per_step (graphs count as one) and
+        copies_per_step as the host asks for them; copied_bytes_per_step, kernels_per_step and device_idle_percent on
+        the device, which begins with the second step: it is still busy with the step before the trace in the first.
 
     Raises:
         ValueError: when the trace holds fewer than two whole steps.
     """
-    host: list[dict[str, Any]] = []
-    device: list[dict[str, Any]] = []
-    for event in events:
-        if event.get("cat") in HOST:
-            host.append(event)
-        elif event.get("cat") in DEVICE:
-            device.append(event)
+    events = list(events)
+    host = [event for event in events if event.get("cat") in HOST]
+    device = [event for event in events if event.get("cat") in DEVICE]
     starts = sorted(event["ts"] for event in host if event["name"] == "cudaGraphLaunch")[::graphs_per_step]
     steps = len(starts) - 1
     if steps < 2:
         raise ValueError(f"trace: expected at least two whole steps of {graphs_per_step} graphs, got {max(steps, 0)}")
     begin, end = starts[0], starts[-1]
     asked = [event for event in host if begin <= event["ts"] < end]
-    # What a step asks for runs later; over whole steps of a steady state the shift does not matter.
-    ran = [event for event in device if begin <= event["ts"] < end]
+    # What a step asks for runs up to a step later; the trace holds what was asked for while it was taken, no more.
+    ran = [event for event in device if starts[1] <= event["ts"] < end]
 
     def count(names: tuple[str, ...]) -> float:
         return sum(event["name"] in names for event in asked) / steps
@@ -57,9 +53,9 @@ def summarise(events: Iterable[dict[str, Any]], graphs_per_step: int) -> dict[st
         "step_host_us": round((end - begin - waited) / steps, 1),
         "launches_per_step": round(count(LAUNCHES), 2),
         "copies_per_step": round(count(COPIES), 2),
-        "copied_bytes_per_step": round(copied / steps),
-        "kernels_per_step": round(sum(event["cat"] == "kernel" for event in ran) / steps, 1),
-        "device_idle_percent": round(100 * (1 - _covered(ran, begin, end) / (end - begin)), 2),
+        "copied_bytes_per_step": round(copied / (steps - 1)),
+        "kernels_per_step": round(sum(event["cat"] == "kernel" for event in ran) / (steps - 1), 1),
+        "device_idle_percent": round(100 * (1 - _covered(ran, starts[1], end) / (end - starts[1])), 2),
     }
 
 

@@ -78,9 +78,9 @@ def target_config(num_layers: int) -> dict[str, Any]:
 
 
 def draft_config(num_layers: int) -> dict[str, Any]:
-    """config.json of the drafter; it reads six layers spread over the target."""
-    last = num_layers - 4
-    read = [round(1 + index * last / (DRAFT_LAYERS - 1)) for index in range(DRAFT_LAYERS)]
+    """config.json of the drafter; it reads six layers spread over the target, fewer of a short one."""
+    first, last = (1, num_layers - 3) if num_layers > 3 else (0, 0)
+    read = sorted({round(first + index * (last - first) / (DRAFT_LAYERS - 1)) for index in range(DRAFT_LAYERS)})
     return shared() | {
         "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",

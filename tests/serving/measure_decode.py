@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode speed and accept length of the demo pair on this machine: plain, the DFLASH chain, and trees by budget.
+"""Decode speed and accept length of a model pair on this machine: plain, the DFLASH chain, and trees by budget.
 
-Usage: build/env/bin/python tests/serving/measure_decode.py [--json FILE]
+    build/env/bin/python tests/serving/measure_decode.py --json OUT.json [--concurrency 1,16] [-- SERVER FLAGS]
 
-Single stream: the demo prompts one after another, greedy, after two to warm up. Batched: all of them at once, at most
-16 in flight. On the reference platform every verified row costs arithmetic, so speed says little about a GPU; accept
-lengths are the same everywhere.
+Greedy answers to the demo prompts, at most as many in flight as --concurrency says, after a few to warm up. On the
+reference platform every verified row costs arithmetic, so speed says little about a GPU; accept lengths are the same
+everywhere. Another --pair on dummy weights needs --accept-lengths: a file that this program has written for a real
+pair, whose accept lengths are then forced.
 """
 
 from __future__ import annotations
@@ -29,57 +30,76 @@ from serving.server import ModelPair, Server
 
 NUM_PROMPTS = 24
 NEW_TOKENS = 96
-CONCURRENCY = 16
-CONFIGURATIONS: tuple[tuple[str, str | None, tuple[str, ...]], ...] = (
-    ("plain", None, ()),
-    ("chain", "DFLASH", ()),
-    *((f"tree-{budget}", "DDTREE", ("--speculative-ddtree-budget", str(budget))) for budget in (7, 16, 32, 64)),
-)
+DEMO = REPO_ROOT / "tests" / "models" / "demo"
+CONFIGURATIONS: dict[str, tuple[str | None, tuple[str, ...]]] = {
+    "plain": (None, ()),
+    "chain": ("DFLASH", ()),
+    **{f"tree-{size}": ("DDTREE", ("--speculative-ddtree-budget", size)) for size in ("7", "16", "32", "64", "auto")},
+}
 
 
-def generate(server: Server, prompt: str) -> dict[str, Any]:
-    sampling = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
+def generate(server: Server, prompt: str, new_tokens: int) -> dict[str, Any]:
+    sampling = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
     response = requests.post(f"{server.url}/generate", json={"text": prompt, "sampling_params": sampling}, timeout=600)
     response.raise_for_status()
     return response.json()["meta_info"]
 
 
-def measure(server: Server, prompts: list[str]) -> dict[str, float]:
-    """Tokens per second alone and batched, and the mean accept length, bonus token included."""
-    for prompt in prompts[:2]:
-        generate(server, prompt)
-    start = time.perf_counter()
-    single = [generate(server, prompt) for prompt in prompts]
-    middle = time.perf_counter()
-    with ThreadPoolExecutor(CONCURRENCY) as pool:
-        batched = list(pool.map(lambda prompt: generate(server, prompt), prompts))
-    end = time.perf_counter()
-    tokens = sum(meta["completion_tokens"] for meta in single)
-    steps = sum(meta.get("spec_verify_ct", meta["completion_tokens"]) for meta in single)
+def measure(server: Server, prompts: list[str], concurrency: int, new_tokens: int) -> dict[str, float]:
+    """Tokens per second, and the mean accept length, bonus token included."""
+    with ThreadPoolExecutor(concurrency) as pool:
+        list(pool.map(lambda prompt: generate(server, prompt, new_tokens), prompts[: 2 * concurrency]))
+        start = time.perf_counter()
+        answers = list(pool.map(lambda prompt: generate(server, prompt, new_tokens), prompts))
+        seconds = time.perf_counter() - start
+    tokens = sum(meta["completion_tokens"] for meta in answers)
+    steps = sum(meta.get("spec_verify_ct", meta["completion_tokens"]) for meta in answers)
     return {
-        "single_tok_s": round(tokens / (middle - start), 1),
-        "batched_tok_s": round(sum(meta["completion_tokens"] for meta in batched) / (end - middle), 1),
+        "concurrency": concurrency,
+        "tok_s": round(tokens / seconds, 1),
         "accept_length": round(tokens / steps, 2),
     }
 
 
+def environment() -> dict[str, str]:
+    """When, where and how."""
+    import torch
+
+    card = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+    command = " ".join(Path(word).name if "/" in word else word for word in sys.argv)
+    return {"date": time.strftime("%Y-%m-%d"), "python": platform.python_version(), "card": card, "command": command}
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
-    output: Path | None = parser.parse_args().json
-    demo = REPO_ROOT / "tests" / "models" / "demo"
-    pair = ModelPair(target=demo / "target", draft=demo / "draft")
-    prompts = [prompt["text"] for prompt in json.loads((demo / "prompts.json").read_text())[:NUM_PROMPTS]]
+    parser.add_argument("--pair", type=Path, default=DEMO, help="folder with target/ and draft/")
+    anywhere = ",".join(label for label in CONFIGURATIONS if label != "tree-auto")
+    parser.add_argument("--labels", default=anywhere, help="which of %(default)s,tree-auto; auto needs a GPU")
+    parser.add_argument("--concurrency", default="1,16")
+    parser.add_argument("--prompts", type=int, default=NUM_PROMPTS)
+    parser.add_argument("--new-tokens", type=int, default=NEW_TOKENS, help="few tell more of prefills than of decoding")
+    parser.add_argument("--accept-lengths", type=Path)
+    parser.add_argument("flags", nargs="*", help="server flags, behind --")
+    options = parser.parse_args()
+    pair = ModelPair(target=options.pair / "target", draft=options.pair / "draft")
+    prompts = [prompt["text"] for prompt in json.loads((DEMO / "prompts.json").read_text())[: options.prompts]]
+    forced = {}
+    if options.accept_lengths:
+        found = json.loads(options.accept_lengths.read_text())["rows"]
+        forced = {row["label"]: str(row["accept_length"]) for row in found if row["concurrency"] == 1}
     rows = []
     with tempfile.TemporaryDirectory() as logs:
-        for label, algorithm, options in CONFIGURATIONS:
-            with Server(Path(logs) / f"{label}.log", *pair.arguments(algorithm), *options) as server:
-                row = {"label": label} | measure(server, prompts)
-            rows.append(row)
-            print("  ".join(f"{name} {value}" for name, value in row.items()), flush=True)
-    if output:
-        env = {"date": time.strftime("%Y-%m-%d"), "python": platform.python_version(), "card": "none"}
-        output.write_text(json.dumps({"env": env, "rows": rows}, indent=1) + "\n")
+        for label in options.labels.split(","):
+            algorithm, flags = CONFIGURATIONS[label]
+            simulation = {"SGLANG_SIMULATE_ACC_LEN": forced[label]} if forced else None
+            log = Path(logs) / f"{label}.log"
+            with Server(log, *pair.arguments(algorithm), *flags, *options.flags, environment=simulation) as server:
+                for concurrency in map(int, options.concurrency.split(",")):
+                    rows.append({"label": label} | measure(server, prompts, concurrency, options.new_tokens))
+                    print("  ".join(f"{name} {value}" for name, value in rows[-1].items()), flush=True)
+            if options.json:
+                options.json.write_text(json.dumps({"env": environment(), "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -33,8 +33,9 @@ def test_a_move_queues_behind_the_step_in_flight(monkeypatch: pytest.MonkeyPatch
     schedule, forward = torch.cuda.current_stream(), torch.cuda.Stream()
     # Warm up, so that nothing below allocates from the driver, which would wait.
     forward.wait_stream(schedule)
+    batch = server.batch()  # making it waits for the device
     with torch.cuda.stream(forward):
-        defragmenter._measure(server.batch())
+        defragmenter._measure(batch)
         defragmenter._exchange(text, 0, 48)
     torch.cuda.synchronize()
     defragmenter._readings.clear()
@@ -51,7 +52,7 @@ def test_a_move_queues_behind_the_step_in_flight(monkeypatch: pytest.MonkeyPatch
             layer[rows] = values
         late = torch.cuda.Event()
         late.record()
-        defragmenter._measure(server.batch())
+        defragmenter._measure(batch)
         defragmenter._exchange(text, 0, 48)
         moved = torch.cuda.Event()
         moved.record()

@@ -6,4 +6,4 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 
-sys.path[:0] = [str(HERE), str(HERE.parents[1] / "scripts" / "bench")]
+sys.path[:0] = [str(HERE), str(HERE.parent / "models"), str(HERE.parents[1] / "scripts" / "bench")]

@@ -49,6 +49,14 @@ def test_figures_are_those_of_whole_steps() -> None:
     }
 
 
+def test_a_step_that_the_device_begins_late_leaves_no_gap() -> None:
+    """The host runs a step ahead: the trace has nothing of what the device did while the first step was asked for."""
+    events = [event for number in range(5) for event in step(number * STEP)]
+    late = [event | {"ts": event["ts"] + STEP} if "gpu" in event["cat"] or event["cat"] == "kernel" else event
+            for event in events]  # fmt: skip
+    assert summarise(late, graphs_per_step=2) == summarise(events, graphs_per_step=2)
+
+
 def test_a_short_trace_is_refused() -> None:
     with pytest.raises(ValueError, match="expected at least two whole steps of 2 graphs, got 1"):
         summarise(step(0) + step(STEP), graphs_per_step=2)
