@@ -234,16 +234,24 @@ IMPLEMENTATIONS: dict[str, Callable[[list[Inputs]], list[Callable[[], Any]]]] = 
 
 
 def copy_bandwidth() -> float:
-    """Bytes per second of a large device-to-device copy, reads and writes counted."""
-    source = torch.empty(2 << 30, dtype=torch.uint8, device="cuda").random_()
+    """Bytes per second of large device-to-device copies, reads and writes counted; copies in a graph are slower."""
+    copies = 20
+    source = torch.empty(4 << 30, dtype=torch.uint8, device="cuda").random_()
     target = torch.empty_like(source)
-    us = median_us([lambda: target.copy_(source)] * 20)  # the first ones run before the memory clock is up
-    return 2 * source.numel() / us * 1e6
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for _ in range(copies):  # until the memory clock is up
+        target.copy_(source)
+    begin.record()
+    for _ in range(copies):
+        target.copy_(source)
+    end.record()
+    end.synchronize()
+    return copies * 2 * source.numel() / begin.elapsed_time(end) * 1e3
 
 
 def environment(bandwidth: float) -> dict[str, Any]:
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    driver = subprocess.run(query, check=True, capture_output=True, text=True).stdout.strip()
+    driver = subprocess.run(query, check=True, capture_output=True, text=True).stdout.split()[0]
     properties = torch.cuda.get_device_properties(0)
     return {
         "gpu": properties.name,

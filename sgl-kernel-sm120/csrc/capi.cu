@@ -30,7 +30,7 @@ const char* sgl_sm120_error_string(int32_t code) {
 }
 
 int32_t sgl_sm120_mla_tree_verify_splits(int32_t batch_size, int32_t num_tokens, int32_t num_heads, int32_t num_sms) {
-  return op::plan_splits(batch_size, num_tokens, num_heads, num_sms);
+  return op::plan(batch_size, num_tokens, num_heads, num_sms).num_splits;
 }
 
 int64_t sgl_sm120_mla_tree_verify_workspace_bytes(int32_t batch_size, int32_t num_tokens, int32_t num_heads,
@@ -38,7 +38,16 @@ int64_t sgl_sm120_mla_tree_verify_workspace_bytes(int32_t batch_size, int32_t nu
   return op::workspace_bytes(batch_size, num_tokens, num_heads, num_splits);
 }
 
-int32_t sgl_sm120_mla_tree_verify_shared_bytes(void) { return static_cast<int32_t>(sizeof(op::SharedStorage)); }
+int32_t sgl_sm120_mla_tree_verify_block_rows(int32_t batch_size, int32_t num_tokens, int32_t num_heads,
+                                             int32_t num_sms) {
+  return 16 * op::plan(batch_size, num_tokens, num_heads, num_sms).row_tiles;
+}
+
+int32_t sgl_sm120_mla_tree_verify_shared_bytes(int32_t block_rows) {
+  return static_cast<int32_t>(block_rows == op::LowBlock::kRows    ? sizeof(op::SharedStorage<op::LowBlock>)
+                              : block_rows == op::TallBlock::kRows ? sizeof(op::SharedStorage<op::TallBlock>)
+                                                                   : 0);
+}
 
 int32_t sgl_sm120_mla_tree_verify(const SglSm120MlaTreeVerify* args, void* stream) {
   const SglSm120MlaTreeVerify& a = *args;

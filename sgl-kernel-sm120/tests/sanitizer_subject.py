@@ -19,6 +19,8 @@ SUBJECTS = [
     Case("hidden-keys", (40, 100), 3, 33, tree="partial", mask="compact"),
     Case("one-split", (70,), 8, 9, splits=1, layout="strided"),
     Case("peaked", (700,), 8, 9, q_scale=20.0, splits=1),
+    Case("64-rows", (900,), 16, 16, tree="partial", splits=1),
+    Case("64-rows-peaked", (300,), 16, 16, q_scale=20.0, splits=2),
 ]
 
 if __name__ == "__main__":

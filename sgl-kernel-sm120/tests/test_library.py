@@ -61,13 +61,13 @@ def fake_library(directory: Path, source: str) -> Path:
 
 def test_older_library_is_refused(tmp_path: Path) -> None:
     path = fake_library(tmp_path, "int sgl_sm120_abi_version(void) { return 0; }")
-    with pytest.raises(ImportError, match="expected interface version 1, got 0; reinstall"):
+    with pytest.raises(ImportError, match="expected interface version 2, got 0; reinstall"):
         _library.load_library(path)
 
 
 def test_foreign_library_is_refused(tmp_path: Path) -> None:
     path = fake_library(tmp_path, "int nothing(void) { return 0; }")
-    with pytest.raises(ImportError, match="expected interface version 1, got a library without one; reinstall"):
+    with pytest.raises(ImportError, match="expected interface version 2, got a library without one; reinstall"):
         _library.load_library(path)
 
 
@@ -100,7 +100,8 @@ def test_plan_fills_whole_waves(num_sms: int) -> None:
         for heads in (1, 8, 16, 64, 128):
             for tokens in (1, 9, 33, 65):
                 plan = kernels.plan(batch, tokens, heads, num_sms)
-                per_split = batch * -(-heads * tokens // 32)
+                assert plan.block_rows in (32, 64)
+                per_split = batch * -(-heads * tokens // plan.block_rows)
                 waves = -(-per_split * plan.num_splits // num_sms)
                 assert plan.num_splits >= 1
                 if plan.num_splits > 1:

@@ -113,10 +113,17 @@ def test_prefix_of_a_million() -> None:
     assert_not_worse_than_torch(out, problem)
 
 
+def test_cases_cover_every_kind_of_block() -> None:
+    num_sms = torch.cuda.get_device_properties(0).multi_processor_count
+    plans = [kernels.plan(len(case.prefixes), case.tokens, case.heads, num_sms) for case in CASES]
+    assert {plan.block_rows for plan in plans} == {32, 64}
+
+
 REPEATED = [
     Case("ragged", (5000, 70), 16, 16),
     Case("many-steps", (4099,), 16, 33, tree="partial", splits=7),
     Case("row-blocks", (20_000,), 64, 9),
+    Case("64-rows", (9000,), 16, 16, splits=1),
     Case("one-split", (9000, 3, 800), 8, 33, splits=1),
 ]
 

@@ -13,7 +13,7 @@ extern "C" {
 #endif
 
 // Raised with every change of a structure or a function below.
-#define SGL_SM120_ABI_VERSION 1
+#define SGL_SM120_ABI_VERSION 2
 
 #define SGL_SM120_INVALID_ARGUMENT (-1)
 
@@ -59,7 +59,10 @@ SGL_SM120_EXPORT int32_t sgl_sm120_mla_tree_verify_splits(int32_t batch_size, in
 SGL_SM120_EXPORT int64_t sgl_sm120_mla_tree_verify_workspace_bytes(int32_t batch_size, int32_t num_tokens,
                                                                    int32_t num_heads, int32_t num_splits);
 
-SGL_SM120_EXPORT int32_t sgl_sm120_mla_tree_verify_shared_bytes(void);  // dynamic shared memory of a block
+// Rows of a block: 32 or 64; and the dynamic shared memory of such a block, 0 for another number.
+SGL_SM120_EXPORT int32_t sgl_sm120_mla_tree_verify_block_rows(int32_t batch_size, int32_t num_tokens, int32_t num_heads,
+                                                              int32_t num_sms);
+SGL_SM120_EXPORT int32_t sgl_sm120_mla_tree_verify_shared_bytes(int32_t block_rows);
 
 // Launches on the current device. `stream` is a cudaStream_t.
 SGL_SM120_EXPORT int32_t sgl_sm120_mla_tree_verify(const SglSm120MlaTreeVerify* args, void* stream);

@@ -2,27 +2,25 @@
 // How the keys of a request are dealt to splits. Both kernels derive it from the same numbers on the device.
 #pragma once
 
+#include "../ptx/control.cuh"
 #include "config.cuh"
 
 namespace sm120::mla_tree_verify {
-
-// What a block costs beside its steps (prologue, first copies, epilogue), in steps: measured on an H200.
-constexpr float kBlockOverheadSteps = 6.f;
 
 // The keys of a request are its prefix and then its tree, one run cut into steps of kStepKeys.
 struct Work {
   int prefix_len, num_keys, num_steps, num_active;
 
-  __device__ __forceinline__ Work(const Params& p, int request) {
-    prefix_len = max(p.kv_indptr[request + 1] - p.kv_indptr[request], 0);
+  __device__ __forceinline__ Work(const Params& p, int prefix_begin, int prefix_end) {
+    prefix_len = max(prefix_end - prefix_begin, 0);
     num_keys = prefix_len + p.num_tokens;
     num_steps = (num_keys + kStepKeys - 1) / kStepKeys;
     // More waves waste less of the last one, fewer waves pay the cost of a block less often.
-    float best = p.choices[0].waves * kBlockOverheadSteps + num_steps * p.choices[0].steps_per_wave;
+    float best = p.choices[0].waves * p.overhead_steps + num_steps * p.choices[0].steps_per_wave;
     num_active = p.choices[0].num_splits;
 #pragma unroll
     for (int i = 1; i < kMaxWaves; i++) {
-      const float cost = p.choices[i].waves * kBlockOverheadSteps + num_steps * p.choices[i].steps_per_wave;
+      const float cost = p.choices[i].waves * p.overhead_steps + num_steps * p.choices[i].steps_per_wave;
       if (cost < best) {
         best = cost;
         num_active = p.choices[i].num_splits;
@@ -38,8 +36,8 @@ struct Work {
 };
 
 __device__ __forceinline__ int64_t first_token(const Params& p, int request) {
-  return p.qo_indptr_is_64 ? static_cast<const int64_t*>(p.qo_indptr)[request]
-                           : static_cast<const int*>(p.qo_indptr)[request];
+  return p.qo_indptr_is_64 ? ptx::load_now(static_cast<const int64_t*>(p.qo_indptr) + request)
+                           : ptx::load_now(static_cast<const int*>(p.qo_indptr) + request);
 }
 
 }  // namespace sm120::mla_tree_verify

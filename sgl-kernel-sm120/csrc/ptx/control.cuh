@@ -16,11 +16,29 @@ __device__ __forceinline__ void grid_dependency_launch() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
+// A load that stays where it is written: the compiler moves plain ones past an early return.
+__device__ __forceinline__ int load_now(const int* address) {
+  int value;
+  asm volatile("ld.relaxed.gpu.global.b32 %0, [%1];" : "=r"(value) : "l"(address));
+  return value;
+}
+
+__device__ __forceinline__ int64_t load_now(const int64_t* address) {
+  int64_t value;
+  asm volatile("ld.relaxed.gpu.global.b64 %0, [%1];" : "=l"(value) : "l"(address));
+  return value;
+}
+
 // threadIdx.x, read where it is asked for.
 __device__ __forceinline__ uint32_t thread_index() {
   uint32_t index;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
   return index;
+}
+
+// A barrier of two warps; `index` counts from 0 and must stay below 15.
+__device__ __forceinline__ void pair_barrier(int index) {
+  asm volatile("barrier.sync.aligned %0, 64;" ::"r"(index + 1) : "memory");
 }
 
 // A value that is the same in all lanes, in a uniform register.

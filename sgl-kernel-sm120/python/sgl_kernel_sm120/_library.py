@@ -7,7 +7,7 @@ import ctypes
 import functools
 from pathlib import Path
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 LIBRARY_PATH = Path(__file__).with_name("libsgl_kernel_sm120.so")
 MAX_BATCH = 128
 MAX_TREE = 65
@@ -75,6 +75,8 @@ def load_library(path: Path) -> ctypes.CDLL:
     library.sgl_sm120_error_string.argtypes = [int32]
     library.sgl_sm120_mla_tree_verify_splits.restype = int32
     library.sgl_sm120_mla_tree_verify_splits.argtypes = [int32] * 4
+    library.sgl_sm120_mla_tree_verify_block_rows.restype = int32
+    library.sgl_sm120_mla_tree_verify_block_rows.argtypes = [int32] * 4
     library.sgl_sm120_mla_tree_verify_workspace_bytes.restype = int64
     library.sgl_sm120_mla_tree_verify_workspace_bytes.argtypes = [int32] * 4
     library.sgl_sm120_mla_tree_verify.restype = int32

@@ -25,11 +25,13 @@ class UnsupportedError(ValueError):
 class Plan:
     """What the shapes of a call decide.
 
-    num_splits: parts into which the keys of a request are cut; workspace_bytes: bytes of workspace that the call needs.
+    num_splits: parts into which the keys of a request are cut; workspace_bytes: bytes of workspace that the call needs;
+    block_rows: rows (tokens x heads) of a request that one block computes.
     """
 
     num_splits: int
     workspace_bytes: int
+    block_rows: int
 
 
 @functools.lru_cache(maxsize=4096)
@@ -47,7 +49,8 @@ def plan(batch_size: int, num_tokens: int, num_heads: int, num_sms: int, num_spl
     elif not 1 <= num_splits <= 65535:
         raise ValueError(f"num_splits: expected 1 to 65535, got {num_splits}; leave it out to use the planned number")
     size = library.sgl_sm120_mla_tree_verify_workspace_bytes(batch_size, num_tokens, num_heads, num_splits)
-    return Plan(num_splits, int(size))
+    block_rows = library.sgl_sm120_mla_tree_verify_block_rows(batch_size, num_tokens, num_heads, num_sms)
+    return Plan(num_splits, int(size), int(block_rows))
 
 
 def workspace_bytes(

@@ -4,7 +4,7 @@
     python -m sgl_kernel_sm120.inspect [--library PATH] [--json OUT.json]
 
 Prints, per architecture and kernel: registers, stack, shared memory, blocks per SM, and instruction counts of the step
-loop (32 keys, without the branch for rare steps). Fails on a spill or any local memory access, a
+loop (32 keys, without the branch for rare steps; split_kernel_N takes N rows). Fails on a spill or any local memory access, a
 stack frame, a system call in the machine code, more shared memory than a block of sm_120 may own, a missing
 architecture, or missing PTX. Needs cuobjdump and nvdisasm: `pip install sgl-kernel-sm120[inspect]`, CUDA, or Triton.
 """
@@ -168,7 +168,7 @@ def resources(cubin: Path) -> dict[str, dict[str, int]]:
 def read_library(library: Path) -> list[Kernel]:
     """All kernels of all architectures in the library."""
     kernels = []
-    dynamic = int(_library.load_library(library).sgl_sm120_mla_tree_verify_shared_bytes())
+    loaded = _library.load_library(library)
     with tempfile.TemporaryDirectory() as directory:
         for architecture, cubin in extract_cubins(library, directory).items():
             usage = resources(cubin)
@@ -177,14 +177,18 @@ def read_library(library: Path) -> list[Kernel]:
                 texts = [text for _, text in body if text]
                 used = usage[name]
                 is_split = "split_kernel" in name
+                tiles = re.search(r"BlockILi(\d)E", name)
+                rows = 16 * int(tiles.group(1)) if tiles else 0
+                dynamic = int(loaded.sgl_sm120_mla_tree_verify_shared_bytes(rows)) if is_split else 0
+                short = f"split_kernel_{rows}" if is_split else "combine_kernel" if "combine_kernel" in name else name
                 kernels.append(
                     Kernel(
                         architecture=architecture,
-                        name="split_kernel" if is_split else "combine_kernel" if "combine_kernel" in name else name,
+                        name=short,
                         registers=used["REG"],
                         stack_bytes=used["STACK"] + used["LOCAL"],
                         # The listed size includes what the system keeps.
-                        shared_bytes=max(used["SHARED"] - SHARED_RESERVED, 0) + (dynamic if is_split else 0),
+                        shared_bytes=max(used["SHARED"] - SHARED_RESERVED, 0) + dynamic,
                         threads=256,
                         local_accesses=sum(opcode(text) in LOCAL_MEMORY for text in texts),
                         system_calls=sum("__cuda_syscall" in text for text in texts),

@@ -38,6 +38,8 @@ def _production() -> list[Case]:
     ]
     cases.append(Case("h8-t9-ragged", (5000, 21, 65536, 0, 1, 777, 16384, 40), 8, 9))
     cases.append(Case("h16-t33-ragged", (3, 4096, 129), 16, 33, mask="compact"))
+    cases += [Case(f"h16-t9-b4-{prefix}", (prefix,) * 4, 16, 9) for prefix in (1024, 16384)]
+    cases.append(Case("h16-t9-b4-ragged", (5000, 21, 0, 777), 16, 9, mask="compact"))
     return cases
 
 
@@ -64,7 +66,9 @@ def _hostile() -> list[Case]:
         Case("alone-without-prefix", (0, 0), 8, 33, tree="alone"),
         Case("permuted-tree", (700,), 8, 33, tree="permuted"),
         Case("rows-and-keys-that-see-nothing", (0, 40), 8, 17, tree="partial"),
+        Case("nothing-seen-in-64-rows", (70,), 16, 16, tree="partial", mask="compact", splits=1),
         Case("peaked", (4096,), 8, 9, q_scale=4.0),
+        Case("peaked-in-64-rows", (4096,), 16, 16, q_scale=8.0),
         Case("peaked-short", (21, 0, 17), 16, 16, q_scale=8.0),
         Case("very-peaked", (4096,), 8, 9, q_scale=40.0),
         Case("strided", (300, 20), 8, 9, layout="strided"),
