@@ -194,3 +194,12 @@ def test_drawings_are_drawn_from_the_results(script: str, source: str, out: str 
     command = [sys.executable, REPO_ROOT / script, copy, *([drawn] if out else [])]
     subprocess.run(command, check=True)
     assert drawn.read_text() == (REPO_ROOT / source).with_suffix(".svg").read_text()
+
+
+def test_host_path_is_gathered_from_the_results(tmp_path: Path) -> None:
+    folder = tmp_path / "h200"
+    shutil.copytree(REPO_ROOT / "scripts" / "bench" / "results" / "h200", folder)
+    (folder / "host_path.json").unlink()
+    subprocess.run([sys.executable, str(REPO_ROOT / "scripts" / "bench" / "host_path.py"), str(folder)], check=True)
+    committed = "scripts/bench/results/h200/host_path.json"
+    assert (folder / "host_path.json").read_text() == page(committed), f"{committed}: run scripts/bench/host_path.py"
