@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from serving.launcher import Launcher
 from serving.server import ModelPair, Server, ServerPool
 
 REPO_ROOT = Path(__file__).resolve().parent.parent
@@ -55,9 +56,17 @@ def demo_pair(request: pytest.FixtureRequest) -> ModelPair:
 
 
 @pytest.fixture(scope="session")
-def server_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerPool]:
-    """The servers that are alive in this session; they stop when it ends."""
-    pool = ServerPool(tmp_path_factory.mktemp("servers"))
+def launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
+    """The process that forks servers without importing SGLang for each."""
+    forking = Launcher(tmp_path_factory.mktemp("launcher") / "launcher.log")
+    yield forking
+    forking.close()
+
+
+@pytest.fixture(scope="session")
+def server_pool(tmp_path_factory: pytest.TempPathFactory, launcher: Launcher) -> Iterator[ServerPool]:
+    """The servers that are alive in this session; they end with it."""
+    pool = ServerPool(tmp_path_factory.mktemp("servers"), launcher if missing_gpu() else None)
     yield pool
     pool.close()
 

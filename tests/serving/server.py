@@ -22,6 +22,8 @@ from typing import Any, Self
 import openai
 import requests
 
+from serving.launcher import Launched, Launcher
+
 START_TIMEOUT_SECONDS = 240.0
 STOP_TIMEOUT_SECONDS = 30.0
 LOG_TAIL_LINES = 60
@@ -53,15 +55,23 @@ class Server:
         log: file that receives the output of all its processes.
         arguments: SGLang's own; host and port are added.
         environment: variables set on top of the tests' own.
+        launcher: forks the server, unless it has variables of its own; without one each start imports SGLang again.
     """
 
-    def __init__(self, log: Path, *arguments: str, environment: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        log: Path,
+        *arguments: str,
+        environment: dict[str, str] | None = None,
+        launcher: Launcher | None = None,
+    ) -> None:
         self.log = log
         self.arguments = arguments
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._environment = environment or {}
-        self._process: subprocess.Popen[bytes] | None = None
+        self._launcher = launcher
+        self._process: subprocess.Popen[bytes] | Launched | None = None
 
     def __enter__(self) -> Self:
         self.start()
@@ -105,13 +115,17 @@ class Server:
 
     def stop(self) -> None:
         """Ends the server's whole process group: politely, then by force."""
+        if self._process is not None and self.running:
+            self._process.send_signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(STOP_TIMEOUT_SECONDS)
+        self.kill()
+
+    def kill(self) -> None:
+        """Ends the server's whole process group by force, without the seconds that SGLang waits for its requests."""
         if self._process is None:
             return
         process, self._process = self._process, None
-        if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(STOP_TIMEOUT_SECONDS)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -129,13 +143,16 @@ class Server:
         return "\n".join(self.output().splitlines()[-lines:])
 
     def _spawn(self) -> None:
+        arguments = ["--host", "127.0.0.1", "--port", str(self.port), *self.arguments]
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        if self._launcher is not None and not self._environment:
+            self._process = self._launcher.start(arguments, self.log)
+            return
         # The signal on the parent's death ends the server of a test run that is itself killed.
         command = ["setpriv", "--pdeathsig", "TERM", sys.executable, "-m", "sglang.launch_server"]
-        command += ["--host", "127.0.0.1", "--port", str(self.port)]
-        self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
-                [*command, *self.arguments],
+                [*command, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -159,11 +176,13 @@ class ServerPool:
 
     Args:
         logs: directory for the servers' logs.
-        limit: most servers alive at once (each holds about 3 GB); the one asked for least recently is stopped.
+        launcher: see `Server`.
+        limit: most servers alive at once (a forked one holds 1 GB, another 3 GB); the one asked for least recently ends.
     """
 
-    def __init__(self, logs: Path, limit: int = 2) -> None:
+    def __init__(self, logs: Path, launcher: Launcher | None = None, limit: int = 2) -> None:
         self._logs = logs
+        self._launcher = launcher
         self._limit = limit
         self._servers: OrderedDict[tuple[Any, ...], Server] = OrderedDict()
         self._started = 0
@@ -174,17 +193,18 @@ class ServerPool:
         server = self._servers.pop(key, None)
         if server is None or not server.running:
             while len(self._servers) >= self._limit:
-                self._servers.popitem(last=False)[1].stop()
+                self._servers.popitem(last=False)[1].kill()
             self._started += 1
-            server = Server(self._logs / f"server-{self._started}.log", *arguments, environment=environment)
+            log = self._logs / f"server-{self._started}.log"
+            server = Server(log, *arguments, environment=environment, launcher=self._launcher)
             server.start()
         self._servers[key] = server
         return server
 
     def close(self) -> None:
-        """Stops every server."""
+        """Ends every server."""
         while self._servers:
-            self._servers.popitem()[1].stop()
+            self._servers.popitem()[1].kill()
 
 
 def free_port() -> int:

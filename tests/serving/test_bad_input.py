@@ -5,17 +5,14 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
-from serving.server import ModelPair, Server, exchange, free_port
-
-LAUNCH_CASES = Path(__file__).with_name("launch_cases.py")
+from serving.launcher import Launcher
+from serving.server import ModelPair, Server, exchange
 
 
 class Case(NamedTuple):
@@ -71,24 +68,23 @@ def drafters(demo_pair: ModelPair, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.fixture(scope="module")
-def start_ups(demo_pair: ModelPair, drafters: dict[str, Path]) -> dict[str, dict[str, Any]]:
+def start_ups(
+    demo_pair: ModelPair, drafters: dict[str, Path], launcher: Launcher, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, tuple[int, str]]:
     """Exit status and output of each case."""
-    base = [*demo_pair.arguments(None), "--port", str(free_port()), "--speculative-algorithm", "DDTREE"]
-    arguments = []
-    for case in START_UP_CASES.values():
+    folder, found = tmp_path_factory.mktemp("refused"), {}
+    for name, case in START_UP_CASES.items():
         drafter = [] if case.drafter is None else [DRAFTER, str(drafters[case.drafter])]
-        arguments.append([*base, *drafter, *case.arguments])
-    launched = subprocess.run(
-        [sys.executable, LAUNCH_CASES], input=json.dumps(arguments), capture_output=True, text=True, check=False
-    )
-    assert launched.returncode == 0, launched.stderr
-    return dict(zip(START_UP_CASES, json.loads(launched.stdout), strict=True))
+        arguments = [*demo_pair.arguments(None), "--speculative-algorithm", "DDTREE", *drafter, *case.arguments]
+        server = Server(folder / f"{name}.log", *arguments, launcher=launcher)
+        found[name] = server.run_to_exit(), server.output()
+    return found
 
 
 @pytest.mark.parametrize("name", START_UP_CASES)
-def test_start_is_refused_in_one_line(name: str, start_ups: dict[str, dict[str, Any]]) -> None:
-    status, output = start_ups[name]["status"], start_ups[name]["output"]
-    assert status is not None and status > 0, output
+def test_start_is_refused_in_one_line(name: str, start_ups: dict[str, tuple[int, str]]) -> None:
+    status, output = start_ups[name]
+    assert status > 0, output
     assert "Traceback" not in output
     last_line = output.strip().splitlines()[-1]
     assert "error: " in last_line
