@@ -104,9 +104,10 @@ class Launcher:
 def become_server(log: str, arguments: list[str]) -> NoReturn:
     """Turns a fork into the server: its output goes to `log`, its exit status is the process's."""
     os.setsid()
-    for stream, target in ((0, os.open(os.devnull, os.O_RDONLY)), (1, os.open(log, os.O_WRONLY | os.O_CREAT, 0o644))):
-        os.dup2(target, stream)
-    os.dup2(1, 2)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
     sys.argv = ["launch_server.py", *arguments]
     status = 0
     try:
