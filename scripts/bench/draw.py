@@ -13,7 +13,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 780, 320, 60, 64, 20, 52
+WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 780, 340, 60, 84, 20, 52
 BAR, GAP = 62, 6
 SERVERS = (("stock-dflash", "SGLang 0.5.17, DFLASH", "#8b949e"), ("sm120-ddtree", "this fork, DDTREE", "#0b7a3b"))
 
