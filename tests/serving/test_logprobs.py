@@ -150,22 +150,19 @@ def entries_of(choice: dict[str, Any]) -> list[tuple[str, float, dict[str, float
     return list(zip(*(logprobs.get(name) or [] for name in ("tokens", "token_logprobs", "top_logprobs")), strict=True))
 
 
-@pytest.mark.parametrize(("algorithm", "num_drawn"), [("DDTREE", 1), (None, 0)])
-def test_no_entry_where_no_token_is_asked_for(
-    serve: Serve, prompts: list[str], algorithm: str | None, num_drawn: int
-) -> None:
-    """A request for no tokens scores its prompt, and chosen tokens in the place of the next one.
-
-    With those, the token that would come next has an entry where a drafter follows; plain decoding draws none.
-    """
+@pytest.mark.parametrize("algorithm", ["DDTREE", None])
+def test_no_entry_where_no_token_is_asked_for(serve: Serve, prompts: list[str], algorithm: str | None) -> None:
+    """A request for no tokens scores its prompt, and chosen tokens in the place of the next one; none of its own."""
     server = serve(algorithm)
-    for fields, num_chosen, num_own in (
+    chosen = {"return_logprob": True, "token_ids_logprob": [5, 6]}
+    for fields, num_chosen, num_top in (
         ({"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 2}, 0, 0),
-        ({"return_logprob": True, "token_ids_logprob": [5, 6]}, 1, num_drawn),
+        (chosen, 1, 0),
+        (chosen | {"top_logprobs_num": 2}, 1, 1),
     ):
         answer = generate(server, prompts[0], fields=fields, max_new_tokens=0)
         meta = answer["meta_info"]
         assert answer["output_ids"] == [] and meta["completion_tokens"] == 0
-        assert len(meta["output_token_logprobs"]) == num_own
-        assert len(meta.get("output_top_logprobs", [])) == 0
+        assert meta["output_token_logprobs"] == [] and meta["output_token_logprobs_length"] == 0
+        assert len(meta.get("output_top_logprobs", [])) == num_top
         assert len(meta.get("output_token_ids_logprobs", [])) == num_chosen

@@ -99,6 +99,7 @@ def test_good_sampling_parameters_pass(sampling: dict[str, Any]) -> None:
         ({"session_params": [1]}, "session_params: expected an object"),
         ({"session_params": {"id": "s", "replace": True}}, "replace: expected the rid"),
         ({"lora_id": "x"}, "lora_id"),
+        ({"return_entropy": True}, "return_entropy: expected false, since nothing computes it, got true"),
         ({"positional_embed_overrides": "x"}, "positional_embed_overrides: expected embeddings"),
         ({"positional_embed_overrides": []}, "positional_embed_overrides: expected a single value"),
         ({"text": None, "input_embeds": []}, "input_embeds"),
@@ -137,6 +138,45 @@ def test_a_refused_stream_leaves_nothing_to_abort() -> None:
     manager = SimpleNamespace(abort_request=aborted.append)
     asyncio.run(TokenizerManager.create_abort_task(manager, obj)())
     assert aborted == []
+
+
+DEFAULTS: dict[str, Any] = {
+    "grammar_backend": "xgrammar",
+    "tokenizer_metrics_allowed_custom_labels": None,
+    "enable_return_routed_experts": False,
+    "enable_return_indexer_topk": False,
+    "enable_custom_logit_processor": False,
+    "speculative_algorithm": None,
+}
+
+
+@pytest.mark.parametrize(
+    ("request_fields", "server_fields", "words"),
+    [
+        (
+            {"return_routed_experts": True},
+            {"enable_return_routed_experts": True},
+            "return_routed_experts: expected a server with --enable-return-routed-experts, got one without",
+        ),
+        (
+            {"return_indexer_topk": True},
+            {"enable_return_indexer_topk": True},
+            "return_indexer_topk: expected a server with --enable-return-indexer-topk, got one without",
+        ),
+        (
+            {"custom_labels": {"tenant": "a"}},
+            {"tokenizer_metrics_allowed_custom_labels": ["tenant"]},
+            r"custom_labels: expected names from \[\], got 'tenant'; drop it or start the server with --enable-metrics",
+        ),
+    ],
+)
+def test_what_the_server_does_not_record_is_refused(
+    request_fields: dict[str, Any], server_fields: dict[str, Any], words: str
+) -> None:
+    """It would be missing from the answer, or from /metrics, without a word."""
+    with pytest.raises(ValueError, match=words):
+        check_request(GenerateReqInput(text="x", **request_fields), SimpleNamespace(**DEFAULTS), 8, False)
+    check_request(GenerateReqInput(text="x", **request_fields), SimpleNamespace(**DEFAULTS | server_fields), 8, False)
 
 
 MESSAGES = [{"role": "user", "content": "x"}]

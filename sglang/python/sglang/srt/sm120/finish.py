@@ -10,7 +10,7 @@ does.
 from __future__ import annotations
 
 from http import HTTPStatus
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sglang.srt.sm120.grammars import only_stops_legal
 from sglang.srt.speculative.verify_penalties import stop_ids
@@ -124,13 +124,24 @@ def _drafts() -> bool:
     return get_spec().speculative_algorithm is not None
 
 
-def _keep_no_logprob(req: Req) -> None:
-    """Report no token that was not asked for: the prefill of a request for no tokens scores one all the same.
+class _NoEntries(list[Any]):
+    """A list of log-probabilities that nobody asked for."""
 
-    It is kept where chosen token ids are scored, which is what such a request is then for.
+    def append(self, entry: Any) -> None:
+        """Leave the entry out."""
+
+
+def _keep_no_logprob(req: Req) -> None:
+    """Report no token that was not asked for: the prefill of a request for no tokens draws and scores one all the same.
+
+    Where chosen token ids are scored in its place, plain decoding keeps these and the alternatives, so both stay.
     """
-    if req.return_logprob and req.logprob.token_ids_logprob is None:
-        req.send_output_token_logprobs_offset = 1
+    if not req.return_logprob:
+        return
+    logprob = req.logprob
+    logprob.output_token_logprobs_val, logprob.output_token_logprobs_idx = _NoEntries(), _NoEntries()
+    if logprob.token_ids_logprob is None:
+        logprob.output_top_logprobs_val, logprob.output_top_logprobs_idx = _NoEntries(), _NoEntries()
 
 
 def _widen_stop_window(req: Req) -> None:

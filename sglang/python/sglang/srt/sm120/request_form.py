@@ -182,7 +182,9 @@ def _check_no_media(obj: Any) -> None:
 
 
 def _check_internal(obj: Any) -> None:
-    """Fields that SGLang fills in itself, or its own callers do, and that HTTP must not."""
+    """Fields that SGLang fills in itself, or its own callers do, and that HTTP must not; and one that nothing reads."""
+    if getattr(obj, "return_entropy", False):
+        raise ValueError("return_entropy: expected false, since nothing computes it, got true; drop it")
     if getattr(obj, "lora_id", None) is not None:
         raise ValueError("lora_id: expected none, since the server looks it up, got a value; use lora_path")
     overrides = getattr(obj, "positional_embed_overrides", None)

@@ -60,8 +60,8 @@ def _check_parts(obj: Any, server_args: ServerArgs, vocab_size: int, takes_media
         if server_args.grammar_backend == "xgrammar":
             check_grammar(options, reasons_first=bool(getattr(obj, "require_reasoning", False)))
     _check_logprobs(obj, vocab_size)
-    if server_args.enable_metrics:
-        _check_labels(obj, server_args)
+    _check_labels(obj, server_args)
+    _check_captures(obj, server_args)
     if server_args.enable_custom_logit_processor:
         for processor in values_of(obj, "custom_logit_processor"):
             _check_processor(processor)
@@ -105,14 +105,26 @@ def _check_logprobs(obj: Any, vocab_size: int) -> None:
 
 
 def _check_labels(obj: Any, server_args: ServerArgs) -> None:
-    """A label that the series in /metrics lack ends the process that counts, and with it the server."""
+    """A label that the series in /metrics lack ends the process that counts, and with it the server.
+
+    Without /metrics it would be dropped. A name that the operator allows passes there all the same: the endpoints take
+    such labels from a header, which a proxy may add to every request.
+    """
     known = server_args.tokenizer_metrics_allowed_custom_labels or []
     unknown = next((name for name in getattr(obj, "custom_labels", None) or () if name not in known), None)
     if unknown is not None:
         raise ValueError(
             f"custom_labels: expected names from {known}, got {unknown!r}; drop it or start the server with "
-            "--tokenizer-metrics-allowed-custom-labels"
+            "--enable-metrics and --tokenizer-metrics-allowed-custom-labels"
         )
+
+
+def _check_captures(obj: Any, server_args: ServerArgs) -> None:
+    """What the server has not been started to record would be missing from the answer without a word."""
+    for name in ("return_routed_experts", "return_indexer_topk"):
+        if getattr(obj, name, False) and not getattr(server_args, f"enable_{name}"):
+            flag = f"--enable-{name.replace('_', '-')}"
+            raise ValueError(f"{name}: expected a server with {flag}, got one without; drop it or add the flag")
 
 
 def _check_processor(text: Any) -> None:

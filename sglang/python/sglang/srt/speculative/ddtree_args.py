@@ -171,6 +171,11 @@ def _refuse_unsupported_options(server_args: ServerArgs) -> None:
         (server_args.enable_pdmux, "--enable-pdmux is not supported; drop the flag"),
         (server_args.dcp_size != 1, f"--dcp-size must be 1, got {server_args.dcp_size}"),
         (server_args.enable_hisparse, "--enable-hisparse is not supported; drop the flag"),
+        (
+            server_args.enable_return_routed_experts or server_args.enable_return_indexer_topk,
+            "--enable-return-routed-experts and --enable-return-indexer-topk are not supported: they record by cache slot, "
+            "and accepted tokens move; drop the flag",
+        ),
         (server_args.speculative_adaptive, "--speculative-adaptive is for EAGLE; drop the flag"),
         (server_args.speculative_num_steps not in (None, 1), "--speculative-num-steps is for EAGLE; drop the flag"),
         (server_args.speculative_eagle_topk not in (None, 1), "--speculative-eagle-topk is for EAGLE; drop the flag"),
