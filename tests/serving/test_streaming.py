@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import random
-import re
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -25,6 +24,7 @@ from serving.replay import (
     whole_chat,
     whole_completion,
 )
+from serving.tool_formats import deepseek, deepseek_v31, glm, kimi, read_stream, tokens_of
 from sglang.srt.entrypoints.openai.protocol import Function, Tool
 from sglang.srt.function_call.function_call_parser import FunctionCallParser
 from sglang.srt.sm120.tool_stream import MarkerByMarker
@@ -54,43 +54,6 @@ REASONING = "The user asks for < 4 days.\n\nSo two calls."
 CONTENT = "I look it up, 1 < 2."
 
 
-def kimi(calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
-    parts = [
-        f"<|tool_call_begin|>functions.{name}:{index}<|tool_call_argument_begin|>{json.dumps(arguments)}<|tool_call_end|>"
-        for index, (name, arguments) in enumerate(calls)
-    ]
-    return f"<|tool_calls_section_begin|>{''.join(parts)}<|tool_calls_section_end|>"
-
-
-def deepseek(calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
-    parts = [
-        f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{json.dumps(arguments)}\n```<｜tool▁call▁end｜>"
-        for name, arguments in calls
-    ]
-    return f"<｜tool▁calls▁begin｜>{''.join(parts)}<｜tool▁calls▁end｜>"
-
-
-def deepseek_v31(calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
-    parts = [
-        f"<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{json.dumps(arguments)}<｜tool▁call▁end｜>"
-        for name, arguments in calls
-    ]
-    return f"<｜tool▁calls▁begin｜>{''.join(parts)}<｜tool▁calls▁end｜>"
-
-
-def glm(calls: Sequence[tuple[str, dict[str, Any]]], line_break: str = "\n") -> str:
-    def value(argument: Any) -> str:
-        return argument if isinstance(argument, str) else json.dumps(argument)
-
-    def pairs(arguments: dict[str, Any]) -> str:
-        return "".join(
-            f"<arg_key>{key}</arg_key>{line_break}<arg_value>{value(argument)}</arg_value>{line_break}"
-            for key, argument in arguments.items()
-        )
-
-    return line_break.join(f"<tool_call>{name}{line_break}{pairs(arguments)}</tool_call>" for name, arguments in calls)
-
-
 def make_answer(tools: str, reasoning: str, text: str) -> Answer:
     return Answer(tools, reasoning, f"{REASONING}</think>{CONTENT}{text}", REASONING, CONTENT, CALLS)
 
@@ -102,37 +65,6 @@ ANSWERS = {
     "glm45": make_answer("glm45", "glm45", glm(CALLS)),
     "glm47": make_answer("glm47", "glm45", glm(CALLS, line_break="")),
 }
-MARKER = re.compile(r"(<[|｜][^<>|｜]+[|｜]>|</?(?:think|tool_call|arg_key|arg_value)>)")
-
-
-def tokens_of(text: str) -> list[str]:
-    """Markers are one token; the rest falls into words and single other characters."""
-    pieces = [piece for piece in MARKER.split(text) if piece]
-    return [
-        token
-        for piece in pieces
-        for token in ([piece] if MARKER.fullmatch(piece) else re.findall(r" ?\w+|.|\n", piece))
-    ]
-
-
-def read_stream(events: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What a client puts together from the deltas."""
-    found: dict[str, Any] = {"reasoning": "", "content": "", "calls": {}, "finish": None, "logprobs": []}
-    for event in events:
-        for choice in event["choices"]:
-            delta = choice["delta"]
-            found["reasoning"] += delta.get("reasoning_content") or ""
-            found["content"] += delta.get("content") or ""
-            found["finish"] = choice["finish_reason"] or found["finish"]
-            found["logprobs"] += (choice["logprobs"] or {}).get("content", [])
-            for call in delta.get("tool_calls") or []:
-                entry = found["calls"].setdefault(call["index"], {"ids": [], "names": [], "arguments": ""})
-                entry["ids"] += [call["id"]] if call["id"] else []
-                entry["names"] += [call["function"]["name"]] if call["function"]["name"] else []
-                entry["arguments"] += call["function"]["arguments"] or ""
-    return found
-
-
 def check_stream(answer: Answer, events: Sequence[dict[str, Any]]) -> None:
     found = read_stream(events)
     assert found["reasoning"] == answer.reasoning

@@ -10,6 +10,8 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
+from sglang.srt.sm120.tool_grammar import NativeCalls
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -25,11 +27,11 @@ def marker_by_marker(detector: Any, tokenizer: Any = None) -> Any:
     """`detector` as it is, or wrapped to take any chunk if its format is one of Kimi's, DeepSeek's or GLM's.
 
     A tokenizer of another model spells the markers with several tokens, and a chunk may end inside one. SGLang's detector
-    waits for the rest of it.
+    waits for the rest of it, and only its grammars are others.
     """
-    if type(detector).__name__ not in _DETECTORS or _spells(tokenizer, detector.bot_token):
+    if type(detector).__name__ not in _DETECTORS:
         return detector
-    return MarkerByMarker(detector)
+    return NativeCalls(detector) if _spells(tokenizer, detector.bot_token) else MarkerByMarker(detector)
 
 
 def _spells(tokenizer: Any, marker: str) -> bool:
@@ -37,7 +39,7 @@ def _spells(tokenizer: Any, marker: str) -> bool:
     return tokenizer is not None and len(tokenizer.encode(marker)) > len(tokenizer.encode("")) + 1
 
 
-class MarkerByMarker:
+class MarkerByMarker(NativeCalls):
     """A tool-call detector that sees one marker at a time; what is not here is the wrapped detector's.
 
     Text before the first marker passes untouched: the wrapped detector would hold back a `<` at its end, which is lost
@@ -45,14 +47,9 @@ class MarkerByMarker:
     """
 
     def __init__(self, detector: Any) -> None:
-        self._wrapped = detector
+        super().__init__(detector)
         self._marked = False
         self._reported: dict[int, str] = {}
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "_wrapped":
-            raise AttributeError(name)
-        return getattr(self._wrapped, name)
 
     @property
     def streamed_args_for_tool(self) -> list[str]:
