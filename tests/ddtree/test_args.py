@@ -79,8 +79,11 @@ def test_budget_out_of_range(demo_pair: ModelPair, budget: str) -> None:
         (["--speculative-dflash-block-size", "4"], r"--speculative-dflash-block-size: DDTREE derives it \(8\), got 4"),
         (["--page-size", "8"], "--page-size: expected one of 1, 16, 32, 64, got 8"),
         (["--enable-pdmux"], "--enable-pdmux is not supported"),
-        (["--enable-return-routed-experts"], "--enable-return-routed-experts .* not supported: they record by cache slot"),
-        (["--enable-return-indexer-topk"], "--enable-return-indexer-topk are not supported: they record by cache slot"),
+        (
+            ["--enable-return-routed-experts"],
+            "--enable-return-routed-experts .* not supported, they record by cache slot",
+        ),
+        (["--enable-return-indexer-topk"], "--enable-return-indexer-topk are not supported, they record by cache slot"),
         (["--speculative-num-steps", "5"], "--speculative-num-steps is for EAGLE"),
         (["--speculative-eagle-topk", "4"], "--speculative-eagle-topk is for EAGLE"),
         (["--speculative-accept-threshold-single", "0.5"], "accept thresholds other than 1"),

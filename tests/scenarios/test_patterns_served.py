@@ -3,54 +3,21 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 import requests
 from prometheus_client.parser import text_string_to_metric_families
 
 from scenarios.patterns import ALL_PATTERNS, DEPTH, Pattern
+from scenarios.scripted_server import ScriptedServer
 from serving.server import ModelPair, Server
 
-HERE = Path(__file__).resolve().parent
 PROMPTS = ["def read_lines(path):\n", "import os\nimport sys\n", "class Stack:\n    def __init__(self):\n"]
 NUM_STEPS = 3
 NEW_TOKENS = 100
-
-
-class ScriptedServer:
-    """The server, and the file that its drafter reads in every step."""
-
-    def __init__(self, server: Server, script: Path, vocab: int) -> None:
-        self.server, self._script, self._vocab = server, script, vocab
-
-    def play(self, texts: Sequence[Sequence[int]], patterns: Sequence[Pattern]) -> None:
-        """From the next step on draft from `texts` by `patterns`; without texts draft what is never accepted."""
-        script = json.dumps({"texts": texts, "patterns": patterns, "vocab": self._vocab})
-        self._script.with_suffix(".new").write_text(script)
-        self._script.with_suffix(".new").rename(self._script)
-
-    def generate(self, ids: list[int], new_tokens: int, **options: Any) -> dict[str, Any]:
-        sampling = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True} | options
-        body = {"input_ids": ids, "sampling_params": sampling}
-        response = requests.post(f"{self.server.url}/generate", json=body, timeout=300)
-        assert response.status_code == 200, response.text
-        return response.json()
-
-
-@pytest.fixture(scope="module")
-def scripted(
-    serve: Callable[..., Server], demo_pair: ModelPair, tmp_path_factory: pytest.TempPathFactory
-) -> ScriptedServer:
-    script = tmp_path_factory.mktemp("script") / "script.json"
-    vocab = json.loads((demo_pair.target / "config.json").read_text())["vocab_size"]
-    script.write_text(json.dumps({"texts": [], "patterns": [], "vocab": vocab}))
-    environment = {"SCRIPT": str(script), "PYTHONPATH": f"{HERE / 'scripted'}:{HERE}"}
-    return ScriptedServer(serve("DDTREE", "--enable-metrics", environment=environment), script, vocab)
 
 
 @pytest.fixture(scope="module")
@@ -72,15 +39,28 @@ def texts(scripted: ScriptedServer, prompts: list[list[int]]) -> list[list[int]]
 @pytest.mark.scenario("BUG-088")
 def test_a_drafter_that_is_never_right_shows_in_the_figures(scripted: ScriptedServer, prompts: list[list[int]]) -> None:
     scripted.play([], [])
+    before = totals(scripted.server)
     meta = scripted.generate(prompts[0], 20)["meta_info"]
     # SGLang divides all tokens, that of the prefill too, by the steps.
     assert meta["spec_accept_length"] == pytest.approx(20 / 19) and meta["spec_accept_rate"] == 0.0
     assert meta["spec_accept_histogram"] == [19]
-    text = requests.get(f"{scripted.server.url}/metrics", timeout=60).text
+    after = totals(scripted.server)
+    steps, depths, nodes = (
+        after.get(name, 0.0) - before.get(name, 0.0)
+        for name in (
+            "sglang:spec_accepted_depth_count",
+            "sglang:spec_accepted_depth_sum",
+            "sglang:spec_tree_nodes_accepted_total",
+        )
+    )
+    assert steps >= 19 and depths == nodes == 0
+
+
+def totals(server: Server) -> dict[str, float]:
+    """Sums and counts in /metrics, by name."""
+    text = requests.get(f"{server.url}/metrics", timeout=60).text
     samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
-    values = {sample.name: sample.value for sample in samples if "_bucket" not in sample.name}
-    assert values["sglang:spec_accepted_depth_count"] >= 19
-    assert values["sglang:spec_accepted_depth_sum"] == values["sglang:spec_tree_nodes_accepted_total"] == 0
+    return {sample.name: sample.value for sample in samples if "_bucket" not in sample.name}
 
 
 def test_plain_text_is_the_server_s_without_a_drafter(

@@ -29,3 +29,15 @@ class ForceAtLength(CustomLogitProcessor):
                 logits[row] = -float("inf")
                 logits[row, params["token"]] = 0.0
         return logits
+
+
+class Recite(CustomLogitProcessor):
+    """Prefers the tokens of a text, each in its place, to those of another text, and these to all others."""
+
+    def __call__(self, logits: torch.Tensor, custom_param_list: list[dict[str, Any]] | None = None) -> torch.Tensor:
+        for row, params in enumerate(custom_param_list or []):
+            length = len(params["__req__"].output_ids)
+            for name, preference in (("text", 2e4), ("otherwise", 1e4)):
+                if length < len(params[name]):
+                    logits[row, params[name][length]] += preference
+        return logits

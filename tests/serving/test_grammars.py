@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,6 +18,7 @@ import pytest
 import requests
 
 from serving.server import ModelPair, Server, generate, generate_body, result, stream
+from serving.vocabulary import rename_tokens
 
 NEW_TOKENS = 112
 LONG = {"max_new_tokens": NEW_TOKENS}
@@ -97,6 +97,9 @@ TOOLS: list[dict[str, Any]] = [
     {"type": "function", "function": {"name": "get", "strict": True, "parameters": json.loads(closed(key=NAME))}},
 ]
 JSON_FORMAT = {"type": "json_schema", "json_schema": {"name": "n", "schema": json.loads(SCHEMAS["integer"])}}
+# The demo model writes a call's number, and calls, without end. So `<`, `}` and `"` follow as soon as the grammar allows
+# them, and the `s` with which the section of calls ends.
+CALL = {"tools": TOOLS, "logit_bias": {"31": 50, "96": 60, "5": 40, "86": 30}, "max_tokens": 144}
 CHATS: dict[str, dict[str, Any]] = {
     "json_schema": {"response_format": JSON_FORMAT},
     "structural tag": {
@@ -107,10 +110,10 @@ CHATS: dict[str, dict[str, Any]] = {
         },
         "max_tokens": 24,
     },
-    "required": {"tools": TOOLS, "tool_choice": "required"},
-    "one call": {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False},
-    "named": {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "get"}}},
-    "named, not strict": {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "add"}}},
+    "required": {**CALL, "tool_choice": "required"},
+    "one call": {**CALL, "tool_choice": "required", "parallel_tool_calls": False},
+    "named": {**CALL, "tool_choice": {"type": "function", "function": {"name": "get"}}},
+    "named, not strict": {**CALL, "tool_choice": {"type": "function", "function": {"name": "add"}}},
     "auto": {"tools": TOOLS, "max_tokens": 24},
 }
 MESSAGES = ["A function.", "class Stack:", "for name in args:", "x"]
@@ -123,16 +126,7 @@ Answers = dict[str, Any]
 def options(demo_pair: ModelPair, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     """Server arguments: parsers, and the tokenizer in which a frequent token ends the reasoning."""
     folder = tmp_path_factory.mktemp("tokenizer")
-    shutil.copy(demo_pair.target / "tokenizer_config.json", folder)
-    tokenizer = json.loads((demo_pair.target / "tokenizer.json").read_text())
-    model = tokenizer["model"]
-    renamed = model["vocab"].pop(RENAMED)
-    model["vocab"][THINK_END] = renamed
-    model["merges"] = [pair for pair in model["merges"] if RENAMED not in (*pair, "".join(pair))]
-    tokenizer["added_tokens"].append(
-        {**tokenizer["added_tokens"][0], "id": renamed, "content": THINK_END, "special": False}
-    )
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    rename_tokens(demo_pair.target, folder, {RENAMED: THINK_END})
     parsers = ("--reasoning-parser", "deepseek-v3", "--tool-call-parser", "kimi_k2")
     # A small model fills free white space without end.
     return ("--tokenizer-path", str(folder), *parsers, "--constrained-json-disable-any-whitespace")
@@ -277,20 +271,22 @@ def test_a_grammar_that_ends_too_early_is_refused(answers: Callable[..., Answers
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_tool_calls_are_complete(answers: Callable[..., Answers], algorithm: str | None) -> None:
-    """BUG-034, BUG-044: forced, named, strict and parallel calls have an id, a name and valid arguments."""
-    parameters = {tool["function"]["name"]: tool["function"]["parameters"] for tool in TOOLS}
+    """BUG-034, BUG-044: forced and named calls have an id, a name and arguments, valid ones where the tool is strict."""
+    strict = {
+        tool["function"]["name"]: tool["function"]["parameters"] for tool in TOOLS if "strict" in tool["function"]
+    }
     for kind, name in (("required", None), ("one call", None), ("named", "get"), ("named, not strict", "add")):
         for case, answer in of(answers(algorithm), f"chat {kind}/"):
             choice = answer.choices[0]
-            if choice.finish_reason == "length":
-                continue
             calls = choice.message.tool_calls
-            assert calls and choice.finish_reason == ("stop" if name else "tool_calls"), case
+            assert calls and choice.finish_reason == "tool_calls", case
             assert len({call.id for call in calls}) == len(calls) and all(call.id for call in calls)
             assert kind == "required" or len(calls) == 1
             for call in calls:
                 assert name in (None, call.function.name)
-                jsonschema.validate(json.loads(call.function.arguments), parameters[call.function.name])
+                jsonschema.validate(
+                    json.loads(call.function.arguments), strict.get(call.function.name, {"type": "object"})
+                )
 
 
 @pytest.mark.parametrize("algorithm", ["DFLASH", "DDTREE"])

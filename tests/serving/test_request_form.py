@@ -156,12 +156,12 @@ DEFAULTS: dict[str, Any] = {
         (
             {"return_routed_experts": True},
             {"enable_return_routed_experts": True},
-            "return_routed_experts: expected a server with --enable-return-routed-experts, got one without",
+            "return_routed_experts: expected a server with --enable-return-routed-experts, which DDTREE cannot",
         ),
         (
             {"return_indexer_topk": True},
             {"enable_return_indexer_topk": True},
-            "return_indexer_topk: expected a server with --enable-return-indexer-topk, got one without",
+            "return_indexer_topk: expected a server with --enable-return-indexer-topk, which DDTREE cannot",
         ),
         (
             {"custom_labels": {"tenant": "a"}},

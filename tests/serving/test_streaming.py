@@ -65,6 +65,8 @@ ANSWERS = {
     "glm45": make_answer("glm45", "glm45", glm(CALLS)),
     "glm47": make_answer("glm47", "glm45", glm(CALLS, line_break="")),
 }
+
+
 def check_stream(answer: Answer, events: Sequence[dict[str, Any]]) -> None:
     found = read_stream(events)
     assert found["reasoning"] == answer.reasoning

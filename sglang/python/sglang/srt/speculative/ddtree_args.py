@@ -173,8 +173,7 @@ def _refuse_unsupported_options(server_args: ServerArgs) -> None:
         (server_args.enable_hisparse, "--enable-hisparse is not supported; drop the flag"),
         (
             server_args.enable_return_routed_experts or server_args.enable_return_indexer_topk,
-            "--enable-return-routed-experts and --enable-return-indexer-topk are not supported: they record by cache slot, "
-            "and accepted tokens move; drop the flag",
+            "--enable-return-routed-experts and --enable-return-indexer-topk are not supported, they record by cache slot",
         ),
         (server_args.speculative_adaptive, "--speculative-adaptive is for EAGLE; drop the flag"),
         (server_args.speculative_num_steps not in (None, 1), "--speculative-num-steps is for EAGLE; drop the flag"),
