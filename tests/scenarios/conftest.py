@@ -12,7 +12,7 @@ import pytest
 from scenarios.scripted_server import ScriptedServer
 from serving.server import ModelPair, Server
 from serving.tool_formats import FORMATS, MARKER, TWO_CALLS
-from serving.vocabulary import rename_rarest_tokens
+from serving.vocabulary import rarest_tokens, rename_tokens
 
 HERE = Path(__file__).resolve().parent
 
@@ -27,8 +27,8 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def marked_tokenizer(demo_pair: ModelPair, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo pair's tokenizer, with one token for each marker of a tool call, as in the models that have these."""
     folder = tmp_path_factory.mktemp("marked")
-    found = [marker for write in FORMATS.values() for marker in MARKER.findall(write(TWO_CALLS))]
-    rename_rarest_tokens(demo_pair.target, folder, list(dict.fromkeys(found)))
+    found = dict.fromkeys(marker for write in FORMATS.values() for marker in MARKER.findall(write(TWO_CALLS)))
+    rename_tokens(demo_pair.target, folder, dict(zip(rarest_tokens(demo_pair.target, len(found)), found, strict=True)))
     return folder
 
 

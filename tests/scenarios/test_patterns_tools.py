@@ -16,7 +16,7 @@ import pytest
 import requests
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from scenarios.patterns import ALL_PATTERNS, DEPTH
+from scenarios.patterns import ALL_PATTERNS, DEPTH, Pattern
 from scenarios.scripted_server import ScriptedServer
 from serving.processors import Recite
 from serving.replay import Source, streamed_chat, whole_chat
@@ -53,8 +53,11 @@ class Recital:
 
     def draft(self, rotation: int) -> None:
         """Propose the text from the next step on; the rotation says which runs are accepted where."""
-        text = [*self.prompt, *self.answer, *[0] * DEPTH]
-        self._scripted.play([text], ALL_PATTERNS[rotation:] + ALL_PATTERNS[:rotation])
+        self.draft_by(ALL_PATTERNS[rotation:] + ALL_PATTERNS[:rotation])
+
+    def draft_by(self, patterns: list[Pattern]) -> None:
+        """Propose the text from the next step on, by patterns that follow each other with the positions."""
+        self._scripted.play([[*self.prompt, *self.answer, *[0] * DEPTH]], patterns)
 
     def chat(self, **options: Any) -> dict[str, Any]:
         """A request for tool calls."""
@@ -123,6 +126,17 @@ def test_the_schema_wins_over_what_is_drafted(
     answer = whole(scripted, recital.chat())
     assert calls_of(answer) == TWO_CALLS and answer["usage"]["completion_tokens"] == len(recital.answer)
     assert streamed_calls_of(list(stream(scripted.server, "/v1/chat/completions", recital.chat()))) == TWO_CALLS
+
+
+@pytest.mark.parametrize("branch", [0, 1, DEPTH])
+def test_a_grammar_costs_no_accepted_token(
+    scripted: ScriptedServer, tokenizer: PreTrainedTokenizerBase, branch: int
+) -> None:
+    """BUG-034: where all that is drafted is legal, each step but the last accepts all of it, on and off the spine."""
+    recital = Recital(scripted, tokenizer, kimi(TWO_CALLS))
+    recital.draft_by([Pattern(DEPTH, branch)])
+    meta = whole(scripted, recital.chat(return_meta_info=True))["choices"][0]["meta_info"]
+    assert meta["spec_verify_ct"] == -(-(len(recital.answer) - 1) // (DEPTH + 1))
 
 
 @pytest.mark.parametrize("choice", ["required", "auto"])

@@ -18,7 +18,7 @@ import pytest
 import requests
 
 from serving.server import ModelPair, Server, generate, generate_body, result, stream
-from serving.vocabulary import rename_tokens
+from serving.vocabulary import rarest_tokens, rename_tokens
 
 NEW_TOKENS = 112
 LONG = {"max_new_tokens": NEW_TOKENS}
@@ -97,9 +97,17 @@ TOOLS: list[dict[str, Any]] = [
     {"type": "function", "function": {"name": "get", "strict": True, "parameters": json.loads(closed(key=NAME))}},
 ]
 JSON_FORMAT = {"type": "json_schema", "json_schema": {"name": "n", "schema": json.loads(SCHEMAS["integer"])}}
-# The demo model writes a call's number, and calls, without end. So `<`, `}` and `"` follow as soon as the grammar allows
-# them, and the `s` with which the section of calls ends.
-CALL = {"tools": TOOLS, "logit_bias": {"31": 50, "96": 60, "5": 40, "86": 30}, "max_tokens": 144}
+# Each is one token, as in Kimi's own vocabulary: the demo pair's tokens of the highest ids, from 1023 down.
+MARKERS = (
+    "<|tool_calls_section_begin|>",
+    "<|tool_call_begin|>",
+    "<|tool_call_argument_begin|>",
+    "<|tool_call_end|>",
+    "<|tool_calls_section_end|>",
+)
+# The demo model writes a call's number, and calls, without end. So the next marker, `}` and `"` follow as soon as the
+# grammar allows them.
+CALL = {"tools": TOOLS, "logit_bias": {"96": 60, "5": 40, "1019": 90} | {str(token): 70 for token in range(1020, 1024)}}
 CHATS: dict[str, dict[str, Any]] = {
     "json_schema": {"response_format": JSON_FORMAT},
     "structural tag": {
@@ -126,7 +134,8 @@ Answers = dict[str, Any]
 def options(demo_pair: ModelPair, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     """Server arguments: parsers, and the tokenizer in which a frequent token ends the reasoning."""
     folder = tmp_path_factory.mktemp("tokenizer")
-    rename_tokens(demo_pair.target, folder, {RENAMED: THINK_END})
+    markers = dict(zip(rarest_tokens(demo_pair.target, len(MARKERS)), MARKERS, strict=True))
+    rename_tokens(demo_pair.target, folder, {RENAMED: THINK_END} | markers)
     parsers = ("--reasoning-parser", "deepseek-v3", "--tool-call-parser", "kimi_k2")
     # A small model fills free white space without end.
     return ("--tokenizer-path", str(folder), *parsers, "--constrained-json-disable-any-whitespace")

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 
 
@@ -29,8 +28,7 @@ def rename_tokens(target: Path, folder: Path, names: dict[str, str]) -> None:
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
 
 
-def rename_rarest_tokens(target: Path, folder: Path, markers: Sequence[str]) -> None:
-    """`rename_tokens` for the tokens that were merged last, which texts can do without."""
+def rarest_tokens(target: Path, count: int) -> list[str]:
+    """The tokens with the highest ids, which were merged last, so that texts can do without them."""
     vocab = json.loads((target / "tokenizer.json").read_text())["model"]["vocab"]
-    rarest = sorted(vocab, key=vocab.get, reverse=True)[: len(markers)]
-    rename_tokens(target, folder, dict(zip(rarest, markers, strict=True)))
+    return sorted(vocab, key=vocab.get, reverse=True)[:count]
