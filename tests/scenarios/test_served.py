@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -179,6 +180,45 @@ def test_a_session_continues_its_text(server: Server) -> None:
     closed = requests.post(f"{server.url}/close_session", json={"session_id": session["id"]}, timeout=60)
     assert closed.status_code == 200
     flush(server)
+
+
+def test_a_session_goes_on_from_the_turn_before_an_aborted_one(server: Server) -> None:
+    opened = requests.post(f"{server.url}/open_session", json={"capacity_of_str_len": 2000}, timeout=60)
+    session = {"id": opened.json()}
+    texts = [token_ids(server, SHORT[0] * 8), *(token_ids(server, SHORT[turn])[1:] for turn in (1, 2))]
+
+    def ask(text: list[int], new_tokens: int, rid: str) -> dict[str, Any]:
+        fields = {"session_params": dict(session), "rid": rid}
+        return server_generate(server, text, fields=fields, max_new_tokens=new_tokens, ignore_eos=True)
+
+    first = ask(texts[0], 20, "first")
+    session["rid"] = "first"
+    with ThreadPoolExecutor(1) as pool:
+        left = pool.submit(ask, texts[1], 2000, "left")
+        time.sleep(1.0)
+        requests.post(f"{server.url}/abort_request", json={"rid": "left"}, timeout=60).raise_for_status()
+        assert left.result()["meta_info"]["finish_reason"]["type"] == "abort"
+    whole = [*texts[0], *first["output_ids"], *texts[2]]
+    assert ask(texts[2], 20, "third")["output_ids"] == generate(server, whole, max_new_tokens=20)["output_ids"]
+    requests.post(f"{server.url}/close_session", json={"session_id": session["id"]}, timeout=60).raise_for_status()
+    flush(server)
+
+
+def test_a_profile_under_load_changes_no_text(server: Server, tmp_path: Path) -> None:
+    def ask(text: str) -> list[int]:
+        return generate(server, text, max_new_tokens=16)["output_ids"]
+
+    alone = [ask(text) for text in SHORT[:4]]
+    body = {"output_dir": str(tmp_path), "activities": ["CPU"]}
+    with ThreadPoolExecutor(4) as pool:
+        answers = [pool.submit(ask, text) for text in SHORT[:4]]
+        requests.post(f"{server.url}/start_profile", json=body, timeout=120).raise_for_status()
+        answers += [pool.submit(ask, text) for text in SHORT[:4]]
+        found = [answer.result() for answer in answers]
+        requests.post(f"{server.url}/stop_profile", timeout=240).raise_for_status()
+    assert found == alone * 2
+    assert any(tmp_path.iterdir()), "the profile was meant to be written"
+    assert [ask(text) for text in SHORT[:4]] == alone
 
 
 def metric_values(server: Server) -> dict[str, float]:

@@ -6,6 +6,7 @@ Plain decoding without overlap is the reference: with overlap a processor's view
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -35,6 +36,11 @@ CASES: dict[str, dict[str, Any]] = {
         "processor": ForceAtLength,
         "params": {"length": 6, "token": 78},
         "options": {"frequency_penalty": 2.0},
+    },
+    "no recent token, in a grammar, penalised": {
+        "processor": NoRecentToken,
+        "params": {"window": 1},
+        "options": {"regex": "[a-z_]{20,60}", "repetition_penalty": 1.3, "ignore_eos": False},
     },
 }
 
@@ -80,6 +86,8 @@ def test_processors_equal_plain_decoding(
     assert all(ids[13] == 77 for ids in found["force at 13"])
     assert all(ids[6] == 78 for ids in found["force at 6, penalised"])
     assert not any(set(ids) & set(range(20, 120)) for ids in found["disallow"])
+    for ids in found["no recent token, in a grammar, penalised"]:
+        assert all(token != before for before, token in itertools.pairwise(ids))
 
 
 @pytest.mark.parametrize("text", ["x", '{"callable": "00"}', "{}"])
