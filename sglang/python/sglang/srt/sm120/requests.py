@@ -124,7 +124,9 @@ def _check_captures(obj: Any, server_args: ServerArgs) -> None:
     for name in ("return_routed_experts", "return_indexer_topk"):
         if getattr(obj, name, False) and not getattr(server_args, f"enable_{name}"):
             flag = f"--enable-{name.replace('_', '-')}"
-            raise ValueError(f"{name}: expected a server with {flag}, which DDTREE cannot have, got one without; drop it")
+            raise ValueError(
+                f"{name}: expected a server with {flag}, which DDTREE cannot have, got one without; drop it"
+            )
 
 
 def _check_processor(text: Any) -> None:

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from sglang.srt.entrypoints.openai.protocol import Tool, ToolChoice
 
-    Choice = ToolChoice | Literal["auto", "required"]
-
 # What xgrammar calls the formats whose detectors do not name one.
 _NAMES = {"DeepSeekV3Detector": "deepseek_r1", "DeepSeekV31Detector": "deepseek_v3_1"}
 
@@ -42,7 +40,7 @@ class NativeCalls:
     def get_structural_tag(
         self,
         tools: Sequence[Tool] | None = None,
-        tool_choice: Choice = "auto",
+        tool_choice: ToolChoice | Literal["auto", "required"] = "auto",
         thinking_mode: bool = False,
         parallel_tool_calls: bool = True,
     ) -> StructuralTag | None:
