@@ -18,6 +18,7 @@ import pytest
 import requests
 
 from serving.server import ModelPair, Server, generate, generate_body, result, stream
+from serving.tool_formats import MARKER, kimi
 from serving.vocabulary import rarest_tokens, rename_tokens
 
 NEW_TOKENS = 112
@@ -97,14 +98,9 @@ TOOLS: list[dict[str, Any]] = [
     {"type": "function", "function": {"name": "get", "strict": True, "parameters": json.loads(closed(key=NAME))}},
 ]
 JSON_FORMAT = {"type": "json_schema", "json_schema": {"name": "n", "schema": json.loads(SCHEMAS["integer"])}}
-# Each is one token, as in Kimi's own vocabulary: the demo pair's tokens of the highest ids, from 1023 down.
-MARKERS = (
-    "<|tool_calls_section_begin|>",
-    "<|tool_call_begin|>",
-    "<|tool_call_argument_begin|>",
-    "<|tool_call_end|>",
-    "<|tool_calls_section_end|>",
-)
+# Each is one token, as in Kimi's own vocabulary: the demo pair's tokens of the highest ids, from 1023 down,
+# in the order in which a call has them.
+MARKERS = MARKER.findall(kimi([("add", {})]))
 # The demo model writes a call's number, and calls, without end. So the next marker, `}` and `"` follow as soon as the
 # grammar allows them.
 CALL = {"tools": TOOLS, "logit_bias": {"96": 60, "5": 40, "1019": 90} | {str(token): 70 for token in range(1020, 1024)}}
