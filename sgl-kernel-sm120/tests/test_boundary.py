@@ -34,7 +34,7 @@ def good_arguments(device: str = "cpu") -> dict[str, Any]:
     )
     arguments: dict[str, Any] = dict(zip(names, problem.arguments(), strict=True))
     arguments["workspace"] = torch.empty(1 << 22, dtype=torch.uint8, device=device)
-    arguments["scale"] = SCALE
+    arguments |= {"scale": SCALE, "mask_is_full": problem.mask_is_full, "num_splits": None}
     return arguments
 
 
@@ -47,7 +47,7 @@ def misaligned(tensor: torch.Tensor) -> torch.Tensor:
 Change = Callable[[dict[str, Any]], None]
 
 
-def replaced(name: str, value: Callable[[torch.Tensor], torch.Tensor | None]) -> Change:
+def replaced(name: str, value: Callable[[Any], Any]) -> Change:
     def change(arguments: dict[str, Any]) -> None:
         arguments[name] = value(arguments[name])
 
@@ -71,6 +71,11 @@ def with_batch(batch: int) -> Change:
         arguments["kv_indptr"] = torch.zeros(batch + 1, dtype=torch.int32)
 
     return change
+
+
+def overlapping(out: torch.Tensor) -> torch.Tensor:
+    """Rows that start 8 elements apart."""
+    return torch.zeros(out.numel(), dtype=out.dtype).as_strided(out.shape, (8, 18 * 512, 1))
 
 
 def with_heads(heads: int) -> Change:
@@ -116,6 +121,26 @@ BAD: list[tuple[str, Change, type[Exception], str]] = [
     ("out-shape", replaced("out", lambda t: t[:, :4]), ValueError, "out: expected shape (18, 8, 512), got (18, 4, 512)"),
     ("out-width", replaced("out", lambda t: t[..., :256]), ValueError, "out: expected shape [rows, heads, 512], got (18, 8, 256)"),
     ("out-alignment", replaced("out", misaligned), ValueError, "out: expected 16-byte alignment"),
+    ("out-overlap", replaced("out", overlapping), ValueError, "out: expected rows that do not overlap, got strides (8, 9216, 1)"),
+    ("q-none", replaced("q", lambda t: None), TypeError, "q: expected a tensor, got None"),
+    ("q-numpy", replaced("q", lambda t: t.float().numpy()), TypeError, "q: expected a tensor, got a ndarray"),
+    ("q-sparse", replaced("q", lambda t: t.to_sparse()), TypeError, "q: expected a dense tensor, got layout torch.sparse_coo"),
+    ("pool-text", replaced("kv_pool", lambda t: "pool"), TypeError, "kv_pool: expected a tensor, got 'pool'"),
+    ("indices-list", replaced("kv_indices", torch.Tensor.tolist), TypeError, "kv_indices: expected a tensor, got a list"),
+    ("mask-number", replaced("custom_mask", lambda t: 1), TypeError, "custom_mask: expected a tensor, got 1"),
+    ("out-none", replaced("out", lambda t: None), TypeError, "out: expected a tensor, got None"),
+    ("workspace-none", replaced("workspace", lambda t: None), TypeError, "workspace: expected a tensor, got None"),
+    ("scale-none", replaced("scale", lambda s: None), TypeError, "scale: expected a number, got None"),
+    ("scale-list", replaced("scale", lambda s: [s]), TypeError, "scale: expected a number, got a list"),
+    ("scale-tensor", replaced("scale", torch.tensor), TypeError, "scale: expected a number, got a Tensor"),
+    ("scale-zero", replaced("scale", lambda s: 0.0), ValueError, "scale: expected a positive number within fp32, got 0.0"),
+    ("scale-negative", replaced("scale", lambda s: -s), ValueError, "scale: expected a positive number within fp32, got -0.07"),
+    ("scale-nan", replaced("scale", lambda s: float("nan")), ValueError, "scale: expected a positive number within fp32, got nan"),
+    ("scale-infinite", replaced("scale", lambda s: float("inf")), ValueError, "scale: expected a positive number within fp32, got inf"),
+    ("full-text", replaced("mask_is_full", lambda f: "no"), TypeError, "mask_is_full: expected True or False, got 'no'"),
+    ("full-number", replaced("mask_is_full", lambda f: 2), TypeError, "mask_is_full: expected True or False, got 2"),
+    ("splits-fraction", replaced("num_splits", lambda n: 1.5), TypeError, "num_splits: expected an integer, got 1.5"),
+    ("splits-zero", replaced("num_splits", lambda n: 0), ValueError, "num_splits: expected 1 to 65535, got 0"),
     ("workspace-dtype", replaced("workspace", torch.Tensor.int), TypeError, "workspace: expected dtype torch.uint8"),
     ("workspace-alignment", replaced("workspace", misaligned), ValueError, "workspace: expected 16-byte alignment"),
     ("two-devices", replaced("kv_pool", lambda t: t.to("meta")), ValueError, "kv_pool: expected device cpu like q, got meta"),
@@ -139,12 +164,15 @@ def test_bad_argument_is_not_prepared(change: Change, error: type[Exception], me
         kernels.PreparedCall(**arguments)
 
 
-LAYER_BAD: list[tuple[str, str, Callable[[torch.Tensor], torch.Tensor], str]] = [
+LAYER_BAD: list[tuple[str, str, Callable[[torch.Tensor], Any], str]] = [
     ("q-dtype", "q", lambda t: t.half(), "q: expected torch.bfloat16 (18, 8, 576) with strides (4608, 576, 1) on cpu as prepared, got torch.float16"),
     ("q-shape", "q", lambda t: t[:17], "q: expected torch.bfloat16 (18, 8, 576) with strides (4608, 576, 1) on cpu as prepared, got torch.bfloat16 (17,"),
     ("q-stride", "q", lambda t: t.transpose(0, 1).contiguous().transpose(0, 1), "got torch.bfloat16 (18, 8, 576) with strides (576, 10368, 1)"),
     ("q-alignment", "q", misaligned, "q: expected 16-byte alignment, got address"),
     ("q-device", "q", lambda t: t.to("meta"), "with strides (4608, 576, 1) on meta"),
+    ("q-none", "q", lambda t: None, "q: expected a tensor, got None"),
+    ("pool-sparse", "kv_pool", lambda t: t.to_sparse(), "kv_pool: expected a dense tensor, got layout torch.sparse_coo"),
+    ("out-numpy", "out", lambda t: t.float().numpy(), "out: expected a tensor, got a ndarray"),
     ("pool-shape", "kv_pool", lambda t: t[1:], "kv_pool: expected torch.bfloat16 (161, 1, 576)"),
     ("pool-alignment", "kv_pool", misaligned, "kv_pool: expected 16-byte alignment, got address"),
     ("out-width", "out", lambda t: t[..., :256], "out: expected torch.bfloat16 (18, 8, 512)"),
@@ -153,14 +181,12 @@ LAYER_BAD: list[tuple[str, str, Callable[[torch.Tensor], torch.Tensor], str]] = 
 
 
 @pytest.mark.parametrize(("name", "change", "message"), [b[1:] for b in LAYER_BAD], ids=[b[0] for b in LAYER_BAD])
-def test_prepared_call_refuses_another_layout(
-    name: str, change: Callable[[torch.Tensor], torch.Tensor], message: str
-) -> None:
+def test_prepared_call_refuses_another_layout(name: str, change: Callable[[torch.Tensor], Any], message: str) -> None:
     arguments = good_arguments()
     call = kernels.PreparedCall(**arguments)
     layer = {key: arguments[key] for key in ("q", "kv_pool", "out")}
     layer[name] = change(layer[name])
-    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+    with pytest.raises((TypeError, ValueError), match=re.escape(message)) as caught:
         call(**layer)
     assert re.fullmatch(r"[^\n]+: expected [^\n]+, got [^\n]+; [^\n]+", str(caught.value)), "expected, got, remedy"
 
@@ -180,6 +206,35 @@ def test_shape_outside_the_limits(name: str, value: int) -> None:
     assert reason is not None and f"got {value};" in reason
     with pytest.raises(kernels.UnsupportedError, match=re.escape(reason)):
         kernels.plan(**shape, num_sms=188)
+
+
+@pytest.mark.parametrize("name", ["batch_size", "num_tokens", "num_heads", "num_sms"])
+@pytest.mark.parametrize(("value", "got"), [(None, "None"), (1.0, "1.0"), ("1", "'1'"), ([1], "a list")])
+def test_size_that_is_no_integer(name: str, value: Any, got: str) -> None:
+    sizes = {"batch_size": 1, "num_tokens": 9, "num_heads": 8, "num_sms": 188, name: value}
+    with pytest.raises(TypeError, match=re.escape(f"{name}: expected an integer, got {got}; convert it")):
+        kernels.workspace_bytes(**sizes)
+    if sizes.pop("num_sms") == 188:
+        with pytest.raises(TypeError, match=re.escape(f"{name}: expected an integer, got {got}; convert it")):
+            kernels.is_supported(**sizes)
+
+
+@pytest.mark.parametrize("num_sms", [0, -1, 16384, 2**31, 2**40])
+def test_bad_number_of_multiprocessors(num_sms: int) -> None:
+    with pytest.raises(ValueError, match=f"num_sms: expected 1 to 16383, got {num_sms};"):
+        kernels.plan(1, 9, 8, num_sms)
+
+
+@pytest.mark.parametrize("num_sms", [1, 16383])
+def test_extreme_numbers_of_multiprocessors_are_planned(num_sms: int) -> None:
+    for batch, tokens, heads in ((1, 1, 1), (128, 65, 128)):
+        assert 1 <= kernels.plan(batch, tokens, heads, num_sms).num_splits <= 65535
+
+
+@pytest.mark.parametrize("capability", [12, "12", (12,), (12, 0, 0), ("12", "0"), (12.0, 0.0)])
+def test_capability_that_is_no_pair(capability: Any) -> None:
+    with pytest.raises(TypeError, match=re.escape(f"capability: expected two integers, got {capability!r};")):
+        kernels.is_supported(batch_size=1, num_tokens=9, num_heads=8, capability=capability)
 
 
 @pytest.mark.parametrize("num_splits", [0, -1, 65536])

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import numbers
 import struct
 from dataclasses import dataclass
 
@@ -15,6 +16,8 @@ from sgl_kernel_sm120._mla_tree_verify_torch import mla_tree_verify_torch
 
 DIM_QK = 576
 DIM_V = 512
+MAX_SPLITS = 65535  # of a grid dimension
+MAX_SMS = MAX_SPLITS // 4  # a plan has at most four waves
 
 
 class UnsupportedError(ValueError):
@@ -34,20 +37,27 @@ class Plan:
     block_rows: int
 
 
-@functools.lru_cache(maxsize=4096)
 def plan(batch_size: int, num_tokens: int, num_heads: int, num_sms: int, num_splits: int | None = None) -> Plan:
     """Plan a call for a GPU of `num_sms` multiprocessors; `num_splits` replaces the chosen number of splits.
 
-    Errors: UnsupportedError for a shape outside the limits, ValueError for num_splits outside 1 to 65,535.
+    Errors: TypeError for what is no integer, UnsupportedError for a shape outside the limits, ValueError for num_sms
+    outside 1 to 16,383 or num_splits outside 1 to 65,535.
     """
     reason = _unsupported_shape(batch_size, num_tokens, num_heads)
     if reason is not None:
         raise UnsupportedError(reason)
+    _check_integer("num_sms", num_sms)
+    if not 1 <= num_sms <= MAX_SMS:
+        raise ValueError(f"num_sms: expected 1 to {MAX_SMS}, got {num_sms}; pass the card's multi_processor_count")
+    _check_num_splits(num_splits)
+    return _plan(batch_size, num_tokens, num_heads, num_sms, num_splits)
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan(batch_size: int, num_tokens: int, num_heads: int, num_sms: int, num_splits: int | None) -> Plan:
     library = _library.library()
     if num_splits is None:
         num_splits = int(library.sgl_sm120_mla_tree_verify_splits(batch_size, num_tokens, num_heads, num_sms))
-    elif not 1 <= num_splits <= 65535:
-        raise ValueError(f"num_splits: expected 1 to 65535, got {num_splits}; leave it out to use the planned number")
     size = library.sgl_sm120_mla_tree_verify_workspace_bytes(batch_size, num_tokens, num_heads, num_splits)
     block_rows = library.sgl_sm120_mla_tree_verify_block_rows(batch_size, num_tokens, num_heads, num_sms)
     return Plan(num_splits, int(size), int(block_rows))
@@ -56,11 +66,34 @@ def plan(batch_size: int, num_tokens: int, num_heads: int, num_sms: int, num_spl
 def workspace_bytes(
     batch_size: int, num_tokens: int, num_heads: int, num_sms: int, num_splits: int | None = None
 ) -> int:
-    """Bytes of workspace for these shapes; allocate them once, before a CUDA graph is captured."""
+    """Bytes of workspace for these shapes; allocate them once, before a CUDA graph is captured. Errors: as of plan()."""
     return plan(batch_size, num_tokens, num_heads, num_sms, num_splits).workspace_bytes
 
 
+def _check_integer(name: str, value: object) -> None:
+    if not isinstance(value, numbers.Integral):
+        raise TypeError(f"{name}: expected an integer, got {_described(value)}; convert it")
+
+
+def _check_num_splits(num_splits: int | None) -> None:
+    if num_splits is None:
+        return
+    _check_integer("num_splits", num_splits)
+    if not 1 <= num_splits <= MAX_SPLITS:
+        remedy = "leave it out to use the planned number"
+        raise ValueError(f"num_splits: expected 1 to {MAX_SPLITS}, got {num_splits}; {remedy}")
+
+
+def _described(value: object) -> str:
+    """A short name of a value of a wrong type."""
+    is_short = value is None or isinstance(value, (str, numbers.Number))
+    return f"{value!r:.40}" if is_short else f"a {type(value).__name__}"
+
+
 def _unsupported_shape(batch_size: int, num_tokens: int, num_heads: int) -> str | None:
+    _check_integer("batch_size", batch_size)
+    _check_integer("num_tokens", num_tokens)
+    _check_integer("num_heads", num_heads)
     for name, value, limit in (
         ("batch size", batch_size, MAX_BATCH),
         ("tree tokens per request", num_tokens, MAX_TREE),
@@ -72,6 +105,10 @@ def _unsupported_shape(batch_size: int, num_tokens: int, num_heads: int) -> str 
 
 
 def _unsupported_device(capability: tuple[int, int]) -> str | None:
+    is_pair = isinstance(capability, tuple) and len(capability) == 2
+    if not is_pair or not all(isinstance(number, numbers.Integral) for number in capability):
+        remedy = "pass that of torch.cuda.get_device_capability()"
+        raise TypeError(f"capability: expected two integers, got {capability!r:.40}; {remedy}")
     if capability == (9, 0) or capability >= (12, 0):
         return None
     got = f"{capability[0]}.{capability[1]}"
@@ -89,7 +126,8 @@ def is_supported(
 ) -> str | None:
     """None if mla_tree_verify computes such a call, else the reason why not, as one line.
 
-    `capability` is the compute capability of the GPU; None leaves the card out of the question.
+    `capability` is the compute capability of the GPU; None leaves the card out of the question. Errors: TypeError for a
+    size that is no integer or a capability that is no pair of them.
     """
     reason = _unsupported_shape(batch_size, num_tokens, num_heads)
     if reason is not None:
@@ -179,28 +217,31 @@ def _run(
     num_splits: int | None,
 ) -> None:
     # One comparison decides for arguments whose properties have all passed before.
-    signature = (
-        q.shape, q.stride(), q.dtype, q.device, kv_pool.shape, kv_pool.stride(), kv_pool.dtype, kv_pool.device,
-        kv_indptr.shape, kv_indptr.dtype, kv_indptr.device, kv_indptr.is_contiguous(),
-        kv_indices.shape, kv_indices.dtype, kv_indices.device, kv_indices.is_contiguous(),
-        qo_indptr.shape, qo_indptr.dtype, qo_indptr.device, qo_indptr.is_contiguous(),
-        out_cache_loc.shape, out_cache_loc.dtype, out_cache_loc.device, out_cache_loc.is_contiguous(),
-        _vector(custom_mask), _vector(mask_indptr),
-        workspace.shape, workspace.dtype, workspace.device, workspace.is_contiguous(),
-        out.shape, out.stride(), out.dtype, out.device, scale, mask_is_full, num_splits,
-    )  # fmt: skip
-    launch = _LAUNCHES.get(signature)
-    q_address, pool_address, out_address = q.data_ptr(), kv_pool.data_ptr(), out.data_ptr()
-    workspace_address = workspace.data_ptr()
-    if launch is None or (q_address | pool_address | out_address | workspace_address) % 16:
-        shape = _check_arguments(
-            q, kv_pool, kv_indptr, kv_indices, qo_indptr, out_cache_loc, custom_mask, mask_indptr, out, workspace,
+    tensors = (q, kv_pool, kv_indptr, kv_indices, qo_indptr, out_cache_loc, custom_mask, mask_indptr, out, workspace)
+    try:
+        signature = (
+            q.shape, q.stride(), q.dtype, q.device, kv_pool.shape, kv_pool.stride(), kv_pool.dtype, kv_pool.device,
+            kv_indptr.shape, kv_indptr.dtype, kv_indptr.device, kv_indptr.is_contiguous(),
+            kv_indices.shape, kv_indices.dtype, kv_indices.device, kv_indices.is_contiguous(),
+            qo_indptr.shape, qo_indptr.dtype, qo_indptr.device, qo_indptr.is_contiguous(),
+            out_cache_loc.shape, out_cache_loc.dtype, out_cache_loc.device, out_cache_loc.is_contiguous(),
+            _vector(custom_mask), _vector(mask_indptr),
+            workspace.shape, workspace.dtype, workspace.device, workspace.is_contiguous(),
+            out.shape, out.stride(), out.dtype, out.device, scale, mask_is_full, num_splits,
         )  # fmt: skip
+        launch = _LAUNCHES.get(signature)
+        q_address, pool_address, out_address = q.data_ptr(), kv_pool.data_ptr(), out.data_ptr()
+        workspace_address = workspace.data_ptr()
+    except (AttributeError, RuntimeError, TypeError):
+        # Something that is no dense tensor, or a list where a number belongs: the checks know its name.
+        _check_options(scale, mask_is_full, num_splits)
+        _check_arguments(*tensors)
+        raise
+    if launch is None or (q_address | pool_address | out_address | workspace_address) % 16:
+        _check_options(scale, mask_is_full, num_splits)
+        shape = _check_arguments(*tensors)
         if not q.is_cuda:
-            mla_tree_verify_torch(
-                q, kv_pool, kv_indptr, kv_indices, qo_indptr, out_cache_loc, custom_mask, mask_indptr, out,
-                scale=scale, mask_is_full=mask_is_full,
-            )  # fmt: skip
+            mla_tree_verify_torch(*tensors[:-1], scale=scale, mask_is_full=mask_is_full)
             return
         launch = _plan_launch(shape, q, kv_pool, qo_indptr, out, workspace, scale, mask_is_full, num_splits)
         if len(_LAUNCHES) >= _MAX_LAUNCHES:
@@ -289,6 +330,18 @@ def _plan_launch(
     return _Launch(arguments, device)
 
 
+def _check_options(scale: float, mask_is_full: bool, num_splits: int | None) -> None:
+    """Raise on the first option that breaks the contract."""
+    if not isinstance(scale, numbers.Real):
+        raise TypeError(f"scale: expected a number, got {_described(scale)}; convert it")
+    # Hidden keys score minus infinity: a scale of zero or less would make that NaN, or show them.
+    if not 1e-37 <= scale <= 1e37:
+        raise ValueError(f"scale: expected a positive number within fp32, got {scale!r:.40}; scale q instead")
+    if not isinstance(mask_is_full, bool):
+        raise TypeError(f"mask_is_full: expected True or False, got {_described(mask_is_full)}; convert it")
+    _check_num_splits(num_splits)
+
+
 def _check_arguments(
     q: torch.Tensor,
     kv_pool: torch.Tensor,
@@ -328,18 +381,30 @@ def _check_arguments(
     if out.shape[0] != num_rows or out.shape[1] != num_heads:
         expected = (num_rows, num_heads, DIM_V)
         raise ValueError(f"out: expected shape {expected}, got {tuple(out.shape)}; allocate it for the rows of q")
+    _check_no_overlap("out", out)
     _check_vector("workspace", workspace, (torch.uint8,))
     _check_alignment("workspace", workspace)
     return batch_size, num_tokens, num_heads
 
 
 def _check_device(q: torch.Tensor, **others: torch.Tensor | None) -> None:
+    for name, tensor in {"q": q, **others}.items():
+        if tensor is not None or name not in ("custom_mask", "mask_indptr"):
+            _check_tensor(name, tensor)
     device = q.device
     if device.type not in ("cuda", "cpu"):
         raise ValueError(f"q: expected a cuda or cpu tensor, got {device}; move the arguments")
     for name, tensor in others.items():
         if tensor is not None and tensor.device != device:
             raise ValueError(f"{name}: expected device {device} like q, got {tensor.device}; move it there")
+
+
+def _check_tensor(name: str, value: object) -> None:
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{name}: expected a tensor, got {_described(value)}; make it one")
+    if value.layout is not torch.strided or value.is_nested:
+        got = "a nested tensor" if value.is_nested else f"layout {value.layout}"
+        raise TypeError(f"{name}: expected a dense tensor, got {got}; convert it")
 
 
 def _check_vector(name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...], length: int | None = None) -> None:
@@ -366,6 +431,17 @@ def _check_rows(name: str, tensor: torch.Tensor, width: int) -> None:
             "make it contiguous"
         )
     _check_alignment(name, tensor)
+
+
+def _check_no_overlap(name: str, tensor: torch.Tensor) -> None:
+    """Rows of a written tensor lie apart."""
+    taken = tensor.shape[2]
+    for stride, size in sorted(zip(tensor.stride()[:2], tensor.shape[:2], strict=True)):
+        if size > 1 and stride < taken:
+            raise ValueError(
+                f"{name}: expected rows that do not overlap, got strides {tensor.stride()}; allocate it dense"
+            )
+        taken += stride * (size - 1)
 
 
 def _check_alignment(name: str, tensor: torch.Tensor) -> None:

@@ -5,7 +5,14 @@ from __future__ import annotations
 
 import torch
 
-from sgl_kernel_sm120._mla_tree_verify import _ADDRESSES, _check_alignment, _check_arguments, _plan_launch
+from sgl_kernel_sm120._mla_tree_verify import (
+    _ADDRESSES,
+    _check_alignment,
+    _check_arguments,
+    _check_options,
+    _check_tensor,
+    _plan_launch,
+)
 from sgl_kernel_sm120._mla_tree_verify_torch import mla_tree_verify_torch
 
 
@@ -36,6 +43,7 @@ class PreparedCall:
         num_splits: int | None = None,
     ) -> None:
         settled = (kv_indptr, kv_indices, qo_indptr, out_cache_loc, custom_mask, mask_indptr)
+        _check_options(scale, mask_is_full, num_splits)
         shape = _check_arguments(q, kv_pool, *settled, out, workspace)
         self._layer = {"q": _properties(q), "kv_pool": _properties(kv_pool), "out": _properties(out)}
         self._expected = tuple(value for properties in self._layer.values() for value in properties)
@@ -50,13 +58,17 @@ class PreparedCall:
     def __call__(self, q: torch.Tensor, kv_pool: torch.Tensor, out: torch.Tensor) -> None:
         """Compute one layer. The tensors have shapes, strides, types and device of those that were prepared.
 
-        Errors: ValueError naming the argument, before any launch; KernelError if CUDA fails.
+        Errors: TypeError or ValueError naming the argument, before any launch; KernelError if CUDA fails.
         """
-        q_address, pool_address, out_address = q.data_ptr(), kv_pool.data_ptr(), out.data_ptr()
-        properties = (
-            q.shape, q.stride(), q.dtype, q.device, kv_pool.shape, kv_pool.stride(), kv_pool.dtype, kv_pool.device,
-            out.shape, out.stride(), out.dtype, out.device,
-        )  # fmt: skip
+        try:
+            q_address, pool_address, out_address = q.data_ptr(), kv_pool.data_ptr(), out.data_ptr()
+            properties = (
+                q.shape, q.stride(), q.dtype, q.device, kv_pool.shape, kv_pool.stride(), kv_pool.dtype, kv_pool.device,
+                out.shape, out.stride(), out.dtype, out.device,
+            )  # fmt: skip
+        except (AttributeError, RuntimeError):  # something that is no dense tensor
+            self._refuse(q=q, kv_pool=kv_pool, out=out)
+            raise
         if properties != self._expected or (q_address | pool_address | out_address) % 16:
             self._refuse(q=q, kv_pool=kv_pool, out=out)
         if self._launch is None:
@@ -69,6 +81,7 @@ class PreparedCall:
     def _refuse(self, **tensors: torch.Tensor) -> None:
         """Raise for the first tensor that differs from the prepared one."""
         for name, tensor in tensors.items():
+            _check_tensor(name, tensor)
             got, expected = _properties(tensor), self._layer[name]
             if got != expected:
                 raise ValueError(
