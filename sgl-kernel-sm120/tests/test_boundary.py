@@ -164,6 +164,30 @@ def test_bad_argument_is_not_prepared(change: Change, error: type[Exception], me
         kernels.PreparedCall(**arguments)
 
 
+CONTENT_BAD: list[tuple[str, Change, str]] = [
+    ("prefix-too-long", replaced("kv_indices", lambda t: t[:42]), "kv_indptr: expected offsets that do not fall, within the 42 entries of kv_indices, got [0, 40, 43]"),
+    ("prefix-falls", replaced("kv_indptr", lambda t: t[[0, 2, 1]]), "within the 43 entries of kv_indices, got [0, 43, 40]"),
+    ("prefix-negative", replaced("kv_indptr", lambda t: t - 3), "within the 43 entries of kv_indices, got [-3, 37, 40]"),
+    ("slot-negative", replaced("kv_indices", lambda t: t.index_fill(0, torch.tensor([5]), -1)), "kv_indices: expected slots from 0 to 160, got [-1]"),
+    ("slot-beyond", replaced("kv_indices", lambda t: t.index_fill(0, torch.tensor([5]), 161)), "kv_indices: expected slots from 0 to 160, got [161]"),
+    ("loc-beyond", replaced("out_cache_loc", lambda t: t.fill_(1 << 40)), "out_cache_loc: expected slots from 0 to 160, got [1099511627776,"),
+    ("row-beyond", replaced("qo_indptr", lambda t: t + 1), "qo_indptr: expected rows from 0 to 9, got [1, 10]"),
+    ("row-negative", replaced("qo_indptr", lambda t: t - 1), "qo_indptr: expected rows from 0 to 9, got [-1, 8]"),
+    ("mask-beyond", replaced("mask_indptr", lambda t: t + 1), "mask_indptr: expected 108 bytes of custom_mask from each offset, got 107 bytes from 442"),
+    ("mask-not-full", replaced("custom_mask", lambda t: t[:162]), "mask_indptr: expected 441 bytes of custom_mask from each offset, got 162 bytes from 0"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "message"), [b[1:] for b in CONTENT_BAD], ids=[b[0] for b in CONTENT_BAD])
+def test_bad_content_on_a_cpu(change: Change, message: str) -> None:
+    arguments = good_arguments()
+    change(arguments)
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+        kernels.mla_tree_verify(**arguments)
+    assert re.fullmatch(r"[^\n]+: expected [^\n]+, got [^\n]+; [^\n]+", str(caught.value)), "expected, got, remedy"
+    assert bool(arguments["out"].isnan().all()), "nothing may have been written"
+
+
 LAYER_BAD: list[tuple[str, str, Callable[[torch.Tensor], Any], str]] = [
     ("q-dtype", "q", lambda t: t.half(), "q: expected torch.bfloat16 (18, 8, 576) with strides (4608, 576, 1) on cpu as prepared, got torch.float16"),
     ("q-shape", "q", lambda t: t[:17], "q: expected torch.bfloat16 (18, 8, 576) with strides (4608, 576, 1) on cpu as prepared, got torch.bfloat16 (17,"),
