@@ -183,6 +183,14 @@ def test_package_imports_in_a_fresh_process() -> None:
     assert result.returncode == 0 and int(result.stdout) >= 1, result.stderr
 
 
+def test_the_readme_s_example_runs_on_a_cpu() -> None:
+    example = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[0]
+    code = example.replace('"cuda")', '"cpu")') + "\nprint(bool(out.isfinite().all()))"
+    environment = {"PYTHONPATH": str(Path(kernels.__file__).parents[1]), "PATH": ""}
+    result = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, env=environment)
+    assert result.returncode == 0 and result.stdout == "True\n", result.stderr
+
+
 def test_the_design_note_has_the_library_s_shared_memory() -> None:
     sizes = (_library.library().sgl_sm120_mla_tree_verify_shared_bytes(rows) for rows in (32, 64))
     cells = " | ".join(f"{size:,} bytes" for size in sizes)

@@ -184,7 +184,7 @@ def mla_tree_verify(
     num_splits     None: plan(...).num_splits
 
     T and bs follow from the shapes (1 to 65 and 1 to 128; H is 1 to 128). Strides of q and out are free in multiples
-    of 8 elements as long as rows are dense. On CUDA the call launches two kernels on the current stream; it does not
+    of 8 elements as long as rows are dense. On CUDA the call launches one or two kernels on the current stream; it does not
     allocate, synchronise or read device memory, so a CUDA graph can capture it. On a CPU it runs mla_tree_verify_torch.
 
     Errors: TypeError, ValueError or UnsupportedError naming the argument, before any launch; KernelError if CUDA fails.
