@@ -5,16 +5,20 @@
 
 namespace op = sm120::mla_tree_verify;
 
+constexpr int kMaxSplits = 65535;  // of a grid dimension
+
 static_assert(SGL_SM120_MAX_BATCH == op::kMaxBatch && SGL_SM120_MAX_TREE == op::kMaxTree &&
-                  SGL_SM120_MAX_HEADS == op::kMaxHeads,
+                  SGL_SM120_MAX_HEADS == op::kMaxHeads && SGL_SM120_MAX_SMS <= kMaxSplits / op::kMaxWaves,
               "the header and the kernel must agree on the largest sizes");
 
 namespace {
 
+bool can_plan(int num_sms) { return num_sms >= 1 && num_sms <= SGL_SM120_MAX_SMS; }
+
 bool in_range(const SglSm120MlaTreeVerify& a) {
   return a.batch_size >= 1 && a.batch_size <= op::kMaxBatch && a.num_tokens >= 1 && a.num_tokens <= op::kMaxTree &&
-         a.num_heads >= 1 && a.num_heads <= op::kMaxHeads && a.num_splits >= 1 && a.num_splits <= 65535 &&
-         a.num_sms >= 1 && (a.custom_mask == nullptr || a.mask_indptr != nullptr) &&
+         a.num_heads >= 1 && a.num_heads <= op::kMaxHeads && a.num_splits >= 1 && a.num_splits <= kMaxSplits &&
+         can_plan(a.num_sms) && (a.custom_mask == nullptr || a.mask_indptr != nullptr) &&
          a.workspace_bytes >= op::workspace_bytes(a.batch_size, a.num_tokens, a.num_heads, a.num_splits);
 }
 
@@ -30,7 +34,7 @@ const char* sgl_sm120_error_string(int32_t code) {
 }
 
 int32_t sgl_sm120_mla_tree_verify_splits(int32_t batch_size, int32_t num_tokens, int32_t num_heads, int32_t num_sms) {
-  return op::plan(batch_size, num_tokens, num_heads, num_sms).num_splits;
+  return can_plan(num_sms) ? op::plan(batch_size, num_tokens, num_heads, num_sms).num_splits : 0;
 }
 
 int64_t sgl_sm120_mla_tree_verify_workspace_bytes(int32_t batch_size, int32_t num_tokens, int32_t num_heads,
@@ -40,7 +44,7 @@ int64_t sgl_sm120_mla_tree_verify_workspace_bytes(int32_t batch_size, int32_t nu
 
 int32_t sgl_sm120_mla_tree_verify_block_rows(int32_t batch_size, int32_t num_tokens, int32_t num_heads,
                                              int32_t num_sms) {
-  return 16 * op::plan(batch_size, num_tokens, num_heads, num_sms).row_tiles;
+  return can_plan(num_sms) ? 16 * op::plan(batch_size, num_tokens, num_heads, num_sms).row_tiles : 0;
 }
 
 int32_t sgl_sm120_mla_tree_verify_shared_bytes(int32_t block_rows) {

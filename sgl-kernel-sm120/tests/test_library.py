@@ -31,7 +31,7 @@ def test_ctypes_mirror_matches_the_header(tmp_path: Path) -> None:
         f'printf("{name} %zu %zu\\n", offsetof(SglSm120MlaTreeVerify, {name}), sizeof(((SglSm120MlaTreeVerify*)0)->{name}));'
         for name in names
     ]
-    constants = ["ABI_VERSION", "MAX_BATCH", "MAX_TREE", "MAX_HEADS"]
+    constants = ["ABI_VERSION", "MAX_BATCH", "MAX_TREE", "MAX_HEADS", "MAX_SMS"]
     lines += [f'printf("{name} %d\\n", SGL_SM120_{name});' for name in constants]
     lines.append('printf("sizeof %zu\\n", sizeof(SglSm120MlaTreeVerify));')
     headers = "#include <stddef.h>\n#include <stdio.h>\n#include <sgl_kernel_sm120.h>\n"
@@ -92,6 +92,13 @@ def test_c_interface_refuses_bad_ranges(change: tuple[str, int]) -> None:
 def test_cuda_errors_carry_their_text() -> None:
     with pytest.raises(kernels.KernelError, match=r"error 209 \(no kernel image is available"):
         _library.check(209, "mla_tree_verify")
+
+
+@pytest.mark.parametrize("num_sms", [0, -1, _library.MAX_SMS + 1, 2**31 - 1])
+def test_the_library_plans_for_no_impossible_card(num_sms: int) -> None:
+    library = _library.library()
+    assert library.sgl_sm120_mla_tree_verify_splits(1, 9, 8, num_sms) == 0
+    assert library.sgl_sm120_mla_tree_verify_block_rows(1, 9, 8, num_sms) == 0
 
 
 @pytest.mark.parametrize("num_sms", [132, 188, 170, 48])

@@ -21,6 +21,7 @@ extern "C" {
 #define SGL_SM120_MAX_BATCH 128
 #define SGL_SM120_MAX_TREE 65
 #define SGL_SM120_MAX_HEADS 128
+#define SGL_SM120_MAX_SMS 16383
 
 // Row r of request b is tree token r / num_heads, head r % num_heads. Strides are in elements; rows start at multiples
 // of 16 bytes.
@@ -51,7 +52,7 @@ typedef struct SglSm120MlaTreeVerify {
   float scale;
 } SglSm120MlaTreeVerify;
 
-// Host only: never touches a GPU.
+// Host only: never touches a GPU. Splits and rows are 0 for a num_sms outside 1 to SGL_SM120_MAX_SMS.
 SGL_SM120_EXPORT int32_t sgl_sm120_abi_version(void);
 SGL_SM120_EXPORT const char* sgl_sm120_error_string(int32_t code);
 SGL_SM120_EXPORT int32_t sgl_sm120_mla_tree_verify_splits(int32_t batch_size, int32_t num_tokens, int32_t num_heads,

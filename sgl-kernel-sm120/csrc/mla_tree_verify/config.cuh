@@ -47,9 +47,8 @@ static_assert(kMaxTree <= 32 * kTreeWords, "a tree row's mask is kTreeWords word
 
 // Blocks of 32 rows (two tiles of 16) and of 64 (four), and what follows from that.
 //   32   a warp holds all columns of 16 queries and scores 8 keys of a step.
-//   64   a warp holds half of the columns of 16 queries: it scores all keys of a step over its half, and the two warps
-//   of
-//        a tile exchange sums, so that each ends up with half of the keys.
+//   64   a warp holds half of the columns of 16 queries: it scores all keys of a step over its half, and
+//        the two warps of a tile exchange sums, so that each ends up with half of the keys.
 template <int kTiles>
 struct Block {
   static constexpr int kRowTiles = kTiles;

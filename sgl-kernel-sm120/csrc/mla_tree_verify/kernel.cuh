@@ -3,7 +3,7 @@
 //
 // The T * H rows of a request share its keys (576 wide; V is the first 512 columns). A block takes 32 or 64 rows
 // and one split of the keys and leaves a normalised partial result with its log-sum-exp; combine.cuh merges the splits.
-//   bound   sm_120: DRAM up to about 128 rows per request, tensor cores beyond
+//   bound   sm_120: DRAM up to about 120 rows per request, tensor cores beyond
 //   warps   8. Scores, 32 rows: a warp has 16 rows (queries in registers, all 576 columns) x 8 keys of the step.
 //           64 rows: half of the columns x all 32 keys, and pairs of warps exchange sums.
 //           Values: a warp has 64 columns of V x all rows.
@@ -247,8 +247,8 @@ struct Softmax {
     return fmaxf(top[0], top[1]) > kReferenceSlack || fminf(top[0], top[1]) < lowest;
   }
 
-  // All warps: the reference becomes the maximum so far; leaves in row_scale what the results so far are multiplied by.
-  // Before the first step any reference will do, since nothing depends on it yet.
+  // All warps: the reference becomes the larger of itself and this step's maximum; leaves in row_scale what the results
+  // so far are multiplied by. Before the first step any reference will do, since nothing depends on it yet.
   __device__ __forceinline__ void move_reference(SharedStorage<B>& shared, const Place<B>& at, const Scores<B>& score,
                                                  float scale, bool is_first, float (&reference)[2]) {
 #pragma unroll

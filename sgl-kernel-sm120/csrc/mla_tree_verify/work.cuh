@@ -16,17 +16,22 @@ struct Work {
     num_keys = prefix_len + p.num_tokens;
     num_steps = (num_keys + kStepKeys - 1) / kStepKeys;
     // More waves waste less of the last one, fewer waves pay the cost of a block less often.
-    float best = p.choices[0].waves * p.overhead_steps + num_steps * p.choices[0].steps_per_wave;
+    float best = cost_of(p, p.choices[0]);
     num_active = p.choices[0].num_splits;
 #pragma unroll
     for (int i = 1; i < kMaxWaves; i++) {
-      const float cost = p.choices[i].waves * p.overhead_steps + num_steps * p.choices[i].steps_per_wave;
+      const float cost = cost_of(p, p.choices[i]);
       if (cost < best) {
         best = cost;
         num_active = p.choices[i].num_splits;
       }
     }
     num_active = min(num_active, num_steps);
+  }
+
+  // In steps. Rounded the same way in every kernel, whatever the compiler would fuse: they must agree on num_active.
+  __device__ __forceinline__ float cost_of(const Params& p, const SplitChoice& choice) const {
+    return __fmaf_rn(choice.waves, p.overhead_steps, __fmul_rn(static_cast<float>(num_steps), choice.steps_per_wave));
   }
 
   // First step of a split; splits differ by at most one step. num_steps < 2^15 and num_splits < 2^16: no overflow.

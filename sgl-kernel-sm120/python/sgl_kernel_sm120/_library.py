@@ -12,6 +12,7 @@ LIBRARY_PATH = Path(__file__).with_name("libsgl_kernel_sm120.so")
 MAX_BATCH = 128
 MAX_TREE = 65
 MAX_HEADS = 128
+MAX_SMS = 16383
 
 
 class KernelError(RuntimeError):

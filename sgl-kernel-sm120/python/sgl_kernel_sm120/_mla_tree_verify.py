@@ -11,13 +11,12 @@ from dataclasses import dataclass
 import torch
 
 from sgl_kernel_sm120 import _library
-from sgl_kernel_sm120._library import MAX_BATCH, MAX_HEADS, MAX_TREE
+from sgl_kernel_sm120._library import MAX_BATCH, MAX_HEADS, MAX_SMS, MAX_TREE
 from sgl_kernel_sm120._mla_tree_verify_torch import mla_tree_verify_torch
 
 DIM_QK = 576
 DIM_V = 512
 MAX_SPLITS = 65535  # of a grid dimension
-MAX_SMS = MAX_SPLITS // 4  # a plan has at most four waves
 
 
 class UnsupportedError(ValueError):
