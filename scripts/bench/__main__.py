@@ -110,6 +110,10 @@ class Server:
         except subprocess.TimeoutExpired:
             self._process.kill()
 
+    def _output(self) -> str:
+        """What it has written; nothing before it is started."""
+        return self.log.read_text(errors="replace") if self.log.exists() else ""
+
     def _ready(self) -> bool:
         try:
             return requests.get(f"{self.url}/health", timeout=20).status_code == 200
@@ -118,10 +122,16 @@ class Server:
 
     def captures(self) -> list[str]:
         """What its log says of captured graphs and of the attention that verifies."""
-        lines = self.log.read_text(errors="replace").splitlines()
         return [
-            re.sub(r"^\[[^]]*\] ", "", line) for line in lines if re.search(r"CUDA graph end|Verify attention", line)
+            re.sub(r"^\[[^]]*\] ", "", line)
+            for line in self._output().splitlines()
+            if re.search(r"CUDA graph end|Verify attention", line)
         ]
+
+    def memory(self) -> dict[str, int]:
+        """Bytes by owner from the table at its start, which only the fork has."""
+        table = re.search(r"Memory of rank 0:\n.*\n((?:  \w+ +\d+ +[\d.]+\n)+)", self._output())
+        return {row.split()[0]: int(row.split()[1]) for row in table[1].splitlines()} if table else {}
 
 
 def decode(url: str, ids: list[int], new_tokens: int) -> Generator[dict[str, Any], None, None]:
@@ -264,6 +274,7 @@ def environment(servers: list[Server]) -> dict[str, Any]:
         "ttft": "prefixes of shorter contexts cached; at concurrency 4 the last of four prompts",
         "command": "scripts/bench " + " ".join(re.sub(r".*/", "", word) for word in sys.argv[1:]),
         "start_up": {server.label: server.captures() for server in servers},
+        "memory_bytes": {server.label: memory for server in servers if (memory := server.memory())},
     }
 
 
