@@ -8,10 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import requests
-
 from scenarios.patterns import Pattern
-from serving.server import Server
+from serving.server import Server, generate
 
 
 class ScriptedServer:
@@ -26,9 +24,5 @@ class ScriptedServer:
         self._script.with_suffix(".new").write_text(script)
         self._script.with_suffix(".new").rename(self._script)
 
-    def generate(self, ids: list[int], new_tokens: int, **options: Any) -> dict[str, Any]:
-        sampling = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True} | options
-        body = {"input_ids": ids, "sampling_params": sampling}
-        response = requests.post(f"{self.server.url}/generate", json=body, timeout=300)
-        assert response.status_code == 200, response.text
-        return response.json()
+    def generate(self, ids: list[int], new_tokens: int, **options: Any) -> Any:
+        return generate(self.server, ids, **{"max_new_tokens": new_tokens, "ignore_eos": True, **options})

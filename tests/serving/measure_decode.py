@@ -21,12 +21,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import requests
-
 REPO_ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPO_ROOT / "tests"))
 
-from serving.server import ModelPair, Server
+from serving.server import ModelPair, Server, generate
 
 NUM_PROMPTS = 24
 NEW_TOKENS = 96
@@ -38,19 +36,16 @@ CONFIGURATIONS: dict[str, tuple[str | None, tuple[str, ...]]] = {
 }
 
 
-def generate(server: Server, prompt: str, new_tokens: int) -> dict[str, Any]:
-    sampling = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
-    response = requests.post(f"{server.url}/generate", json={"text": prompt, "sampling_params": sampling}, timeout=600)
-    response.raise_for_status()
-    return response.json()["meta_info"]
-
-
 def measure(server: Server, prompts: list[str], concurrency: int, new_tokens: int) -> dict[str, float]:
     """Tokens per second, and the mean accept length, bonus token included."""
+
+    def answer(prompt: str) -> Any:
+        return generate(server, prompt, max_new_tokens=new_tokens, ignore_eos=True)["meta_info"]
+
     with ThreadPoolExecutor(concurrency) as pool:
-        list(pool.map(lambda prompt: generate(server, prompt, new_tokens), prompts[: 2 * concurrency]))
+        list(pool.map(answer, prompts[: 2 * concurrency]))
         start = time.perf_counter()
-        answers = list(pool.map(lambda prompt: generate(server, prompt, new_tokens), prompts))
+        answers = list(pool.map(answer, prompts))
         seconds = time.perf_counter() - start
     tokens = sum(meta["completion_tokens"] for meta in answers)
     steps = sum(meta.get("spec_verify_ct", meta["completion_tokens"]) for meta in answers)

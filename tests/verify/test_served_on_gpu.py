@@ -66,10 +66,8 @@ def judge(demo_pair: ModelPair, prompts: list[str]) -> Callable[[Texts, Texts], 
 
 
 def generate(server: Server, prompt: str, **options: Any) -> list[int]:
-    sampling = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True} | options
-    response = requests.post(f"{server.url}/generate", json={"text": prompt, "sampling_params": sampling}, timeout=120)
-    assert response.status_code == 200, response.text
-    return list(response.json()["output_ids"])
+    sampling = {"max_new_tokens": NEW_TOKENS, "ignore_eos": True} | options
+    return list(ask(server, prompt, **sampling)["output_ids"])
 
 
 def answers(server: Server, prompts: list[str], concurrency: int) -> Texts:
@@ -313,8 +311,9 @@ def test_two_cards_give_the_text_of_one(
     """Both ranks go on with the first one's draws: the text is that of one card even if the other's all differ."""
     environment = dict(KERNEL)
     if tipped:
-        search = [str(Path(__file__).parent / "disagreeing_ranks"), os.environ.get("PYTHONPATH", "")]
-        environment["PYTHONPATH"] = os.pathsep.join(search)
+        here = Path(__file__).resolve().parent
+        search = here / "disagreeing_ranks", here.parent, os.environ.get("PYTHONPATH", "")
+        environment["PYTHONPATH"] = os.pathsep.join(map(str, search))
     server = serve("DDTREE", *GRAPH_FLAGS, *PLAIN_REDUCTIONS, "--tp-size", "2", environment=environment)
     judge(answers(server, prompts, 6), chain)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replaces the drafter of a server under test by a script; Python runs it in every process that has this folder on its path.
+"""Replaces the drafter of a server under test by a script, where this folder and tests/ are on Python's path.
 
 SCRIPT names a JSON file: the token ids of whole texts, and the patterns that steps follow in turn. The drafter finds the
 text by the root's token and position, so that texts should differ there.
@@ -7,16 +7,13 @@ text by the root's token and position, so that texts should differ there.
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.machinery
 import json
 import os
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-TARGET = "sglang.srt.speculative.ddtree_draft"
+from serving.after_import import after_import
 
 
 def scripted_build(drafter: Any, hidden: Any, roots: Any, committed: Any, buffers: Any) -> None:
@@ -38,23 +35,10 @@ def scripted_build(drafter: Any, hidden: Any, roots: Any, committed: Any, buffer
     build_tree(log_probs, token_ids, roots, committed, buffers)
 
 
-class _Finder(importlib.abc.MetaPathFinder):
-    """Replaces the method as soon as the module has been imported."""
-
-    def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        if name != TARGET:
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(name, path)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
-
-            def exec_module(module: ModuleType) -> None:
-                execute(module)
-                module.TreeDrafter.build = scripted_build
-
-            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
+def replace_build(module: ModuleType) -> None:
+    """Let the drafter follow the script."""
+    module.TreeDrafter.build = scripted_build
 
 
 if "SCRIPT" in os.environ:
-    sys.meta_path.insert(0, _Finder())
+    after_import("sglang.srt.speculative.ddtree_draft", replace_build)
