@@ -21,20 +21,14 @@ from sglang.srt.sm120.defrag import Defragmenter, SlotMetrics
 from sglang.srt.sm120.metrics import scheduler_labels
 from sglang.srt.sm120.verify_route import publish_routes, route_of
 from sglang.srt.speculative.ddtree_args import budgets_of
-from sglang.srt.speculative.ddtree_commit import move_accepted_rows
+from sglang.srt.speculative.ddtree_commit import Settled, move_accepted_rows, settle
 from sglang.srt.speculative.ddtree_draft import TreeDrafter
 from sglang.srt.speculative.ddtree_grammar import TreeGrammar
 from sglang.srt.speculative.ddtree_info import DDTreeVerifyInput, expand_tree_mask, fill_tree_columns
 from sglang.srt.speculative.ddtree_ladder import Ladder, Rung
 from sglang.srt.speculative.ddtree_metrics import TreeMetrics, VerifyTimer, max_depth
 from sglang.srt.speculative.ddtree_simulate import simulate_acceptance, simulation_requested
-from sglang.srt.speculative.ddtree_walk import (
-    SamplingRows,
-    WalkBuffers,
-    accepted_slots,
-    walk_logits,
-    walk_tree,
-)
+from sglang.srt.speculative.ddtree_walk import SamplingRows, WalkBuffers, walk_logits, walk_tree
 from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
 from sglang.srt.speculative.eagle_utils import TreeMaskMode
 from sglang.srt.speculative.verify_adjustments import add_logprobs, adjust_logits, is_plain_greedy, record_run
@@ -159,23 +153,22 @@ class DDTreeWorker(DFlashWorkerV2):
         # The captured walk has seen the logits without masks.
         captured = can_run_cuda_graph and grammar is None
         walk = self._walk(batch, logits_output.next_token_logits, rung, captured=captured)
-        # Contiguous copies: SGLang's kernels read these as dense vectors.
-        accept_lens = walk.accept_lens[:batch_size].to(torch.int32)
-        bonus = walk.bonus[:batch_size].contiguous()
-        new_seq_lens = committed + accept_lens
+        settled = settle(walk, window_slots, committed)
         if on_publish is not None:
-            on_publish(new_seq_lens)
+            on_publish(settled.seq_lens)
         add_logprobs(batch, logits_output, walk.accept_index[:batch_size], walk.out_tokens[:batch_size])
-        self._commit(window_slots, logits_output.hidden_states, walk, accept_lens, committed)
+        self._commit(settled, logits_output.hidden_states)
         logits_output.hidden_states = None
         return GenerationBatchResult(
             logits_output=logits_output,
-            next_token_ids=walk.out_tokens[:batch_size].reshape(-1),
-            accept_lens=accept_lens,
+            next_token_ids=settled.out_tokens,
+            accept_lens=settled.accept_lens,
             can_run_cuda_graph=can_run_cuda_graph,
-            next_draft_input=self._make_next_draft_input_decode(bonus_tokens=bonus, new_seq_lens=new_seq_lens),
+            next_draft_input=self._make_next_draft_input_decode(
+                bonus_tokens=settled.bonus, new_seq_lens=settled.seq_lens
+            ),
             speculative_num_draft_tokens=self.block_size,
-            new_seq_lens=new_seq_lens,
+            new_seq_lens=settled.seq_lens,
         )
 
     def on_verify_complete_cpu(self, num_correct_drafts_per_req: list[int], batch_size: int = 0) -> None:
@@ -249,29 +242,21 @@ class DDTreeWorker(DFlashWorkerV2):
         record_run(self, batch, walk.out_tokens[:batch_size], walk.accept_lens[:batch_size])
         return walk
 
-    def _commit(
-        self,
-        window_slots: torch.Tensor,
-        hidden: torch.Tensor,
-        walk: WalkBuffers,
-        accept_lens: torch.Tensor,
-        committed: torch.Tensor,
-    ) -> None:
-        """Keep the accepted rows: move the target's KV to the front of the window, write the drafter's KV there."""
-        batch_size = window_slots.shape[0]
-        rows = walk.accept_index[:batch_size]
-        destinations, sources, in_place = accepted_slots(window_slots, rows)
-        # Reading the flag costs nothing where host and device are one; elsewhere it would wait for the device.
-        if destinations.is_cuda or not bool(in_place.all()):
+    def _commit(self, settled: Settled, hidden: torch.Tensor) -> None:
+        """Keep the accepted rows: move the target's KV to the front of the window, write the drafter's KV there.
+
+        `hidden` [bs * T, ...] holds what the drafter reads of every tree row.
+        """
+        destinations, sources = settled.destinations, settled.sources
+        # Comparing costs nothing where host and device are one; elsewhere it would wait for the device.
+        if destinations.is_cuda or not torch.equal(destinations, sources):
             move_accepted_rows(self.model_runner.token_to_kv_pool, destinations, sources)
-        hidden = hidden.view(batch_size, window_slots.shape[1], -1)
-        accepted_hidden = hidden.gather(1, rows.clamp(min=0)[:, :, None].expand(-1, -1, hidden.shape[-1]))
         self._append_target_hidden_to_draft_kv_by_loc(
-            target_hidden=accepted_hidden.flatten(0, 1),
+            target_hidden=hidden.index_select(0, settled.rows),
             cache_loc=destinations.flatten(),
             cache_loc_2d=destinations,
-            positions=(committed[:, None] + self._block_pos_offsets).flatten(),
-            commit_lens=accept_lens,
+            positions=settled.positions,
+            commit_lens=settled.accept_lens,
         )
 
 
