@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decode speed of two servers in one run: SGLang's release with DFLASH, and the fork with DDTREE.
 
-    build/env/bin/python scripts/bench OUT.json --stock DIR [--fork DIR] [--models DIR] [--gpus 0,1] [--steps STEPS.json]
+    build/env/bin/python scripts/bench OUT.json --stock DIR [--fork DIR] [--models DIR] [--gpus 0,1] [--steps STEPS.json] \
+        [-- SERVER FLAGS]
 
 Both serve the model pair of tests/models/rank_shape.py on dummy weights, with CUDA graphs and the same simulated accept
 length, at each context alone and four at a time. DIR goes to the front of PYTHONPATH: for --stock a folder into which the
@@ -287,6 +288,7 @@ def main() -> None:
     parser.add_argument("--gpus", default="0")
     parser.add_argument("--steps", type=Path)
     parser.add_argument("--contexts", default=",".join(map(str, CONTEXTS)))
+    parser.add_argument("flags", nargs="*", help="flags for both servers, behind --")
     args = parser.parse_args()
     contexts = tuple(int(context) for context in args.contexts.split(","))
     gpus = args.gpus.split(",")
@@ -294,8 +296,8 @@ def main() -> None:
     models = args.models or logs / "models"
     if not (models / "target").is_dir():
         subprocess.run([sys.executable, str(ROOT / "tests" / "models" / "rank_shape.py"), str(models)], check=True)
-    tree = ("--speculative-algorithm", "DDTREE", "--speculative-ddtree-budget", str(DDTREE_BUDGET))
-    chain = ("--speculative-algorithm", "DFLASH", "--speculative-num-draft-tokens", "8")
+    tree = ("--speculative-algorithm", "DDTREE", "--speculative-ddtree-budget", str(DDTREE_BUDGET), *args.flags)
+    chain = ("--speculative-algorithm", "DFLASH", "--speculative-num-draft-tokens", "8", *args.flags)
     # Where it is no sm_120 card, the kernel must be asked for.
     kernel = {"SGLANG_SM120_VERIFY": "on"}
     servers = [Server("sm120-ddtree", models, tree, kernel, args.fork, gpus[-1], logs)]

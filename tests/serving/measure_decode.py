@@ -12,6 +12,7 @@ pair, whose accept lengths are then forced.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import platform
 import sys
@@ -56,6 +57,13 @@ def measure(server: Server, prompts: list[str], concurrency: int, new_tokens: in
     }
 
 
+def make_server(label: str, log: Path, pair: ModelPair, flags: list[str], forced: dict[str, str]) -> Server:
+    """A server of one configuration that is yet to be started; `forced` has accept lengths by label, or nothing."""
+    algorithm, own = CONFIGURATIONS[label]
+    simulation = {"SGLANG_SIMULATE_ACC_LEN": forced[label]} if forced else None
+    return Server(log, *pair.arguments(algorithm), *own, *flags, environment=simulation)
+
+
 def environment() -> dict[str, str]:
     """When, where and how."""
     import torch
@@ -75,6 +83,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=NUM_PROMPTS)
     parser.add_argument("--new-tokens", type=int, default=NEW_TOKENS, help="few tell more of prefills than of decoding")
     parser.add_argument("--accept-lengths", type=Path)
+    parser.add_argument("--together", action="store_true", help="start all servers first; give them --sleep-on-idle")
     parser.add_argument("flags", nargs="*", help="server flags, behind --")
     options = parser.parse_args()
     pair = ModelPair(target=options.pair / "target", draft=options.pair / "draft")
@@ -83,14 +92,21 @@ def main() -> None:
     if options.accept_lengths:
         found = json.loads(options.accept_lengths.read_text())["rows"]
         forced = {row["label"]: str(row["accept_length"]) for row in found if row["concurrency"] == 1}
+    labels, concurrencies = options.labels.split(","), [int(number) for number in options.concurrency.split(",")]
     rows = []
-    with tempfile.TemporaryDirectory() as logs:
-        for label in options.labels.split(","):
-            algorithm, flags = CONFIGURATIONS[label]
-            simulation = {"SGLANG_SIMULATE_ACC_LEN": forced[label]} if forced else None
-            log = Path(logs) / f"{label}.log"
-            with Server(log, *pair.arguments(algorithm), *flags, *options.flags, environment=simulation) as server:
-                for concurrency in map(int, options.concurrency.split(",")):
+    with contextlib.ExitStack() as stack:
+        logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        servers = {label: make_server(label, logs / f"{label}.log", pair, options.flags, forced) for label in labels}
+        if options.together:
+            # The automatic budget times its steps when it starts, which wants the card for itself.
+            last = [servers[label] for label in labels if label == "tree-auto"]
+            with ThreadPoolExecutor(len(servers)) as pool:
+                list(pool.map(stack.enter_context, (each for each in servers.values() if each not in last)))
+            for server in last:
+                stack.enter_context(server)
+        for label, server in servers.items():
+            with contextlib.nullcontext() if options.together else server:
+                for concurrency in concurrencies:
                     rows.append({"label": label} | measure(server, prompts, concurrency, options.new_tokens))
                     print("  ".join(f"{name} {value}" for name, value in rows[-1].items()), flush=True)
             if options.json:
