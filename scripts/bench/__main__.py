@@ -289,7 +289,7 @@ def main() -> None:
     parser.add_argument("--steps", type=Path)
     parser.add_argument("--contexts", default=",".join(map(str, CONTEXTS)))
     parser.add_argument("flags", nargs="*", help="flags for both servers, behind --")
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()
     contexts = tuple(int(context) for context in args.contexts.split(","))
     gpus = args.gpus.split(",")
     logs = Path(tempfile.mkdtemp(prefix="bench-"))

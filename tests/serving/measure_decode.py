@@ -83,6 +83,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=NUM_PROMPTS)
     parser.add_argument("--new-tokens", type=int, default=NEW_TOKENS, help="few tell more of prefills than of decoding")
     parser.add_argument("--accept-lengths", type=Path)
+    parser.add_argument("--logs", type=Path, help="folder in which the servers' logs stay")
     parser.add_argument("--together", action="store_true", help="start all servers first; give them --sleep-on-idle")
     parser.add_argument("flags", nargs="*", help="server flags, behind --")
     options = parser.parse_args()
@@ -95,7 +96,7 @@ def main() -> None:
     labels, concurrencies = options.labels.split(","), [int(number) for number in options.concurrency.split(",")]
     rows = []
     with contextlib.ExitStack() as stack:
-        logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        logs = options.logs or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         servers = {label: make_server(label, logs / f"{label}.log", pair, options.flags, forced) for label in labels}
         if options.together:
             # The automatic budget times its steps when it starts, which wants the card for itself.

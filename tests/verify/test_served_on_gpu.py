@@ -114,18 +114,21 @@ def test_memory_is_accounted_for(serve: Serve, prompts: list[str]) -> None:
 
 @pytest.mark.scenario("BUG-057")
 @pytest.mark.parametrize("fraction", ["0.3", "0.55", "0.7", "0.8", "0.9", "0.95"])
-def test_a_fraction_serves_or_is_refused(serve: Serve, prompts: list[str], fraction: str) -> None:
-    """Pools of any size: a start serves, or names what is missing."""
+def test_a_fraction_serves_or_is_refused(
+    demo_pair: ModelPair, prompts: list[str], fraction: str, tmp_path: Path
+) -> None:
+    """Pools of any size: a start serves, or names what is missing. The card must be free: a fraction is of all of it."""
     flags = [
         flag for flag in GRAPH_FLAGS if flag not in ("--max-total-tokens", "40000", "--mem-fraction-static", "0.3")
     ]
+    pair = demo_pair.arguments("DDTREE")
+    server = Server(tmp_path / "server.log", *pair, *flags, "--mem-fraction-static", fraction, environment=KERNEL)
     try:
-        server = serve("DDTREE", *flags, "--mem-fraction-static", fraction, environment=KERNEL)
+        with server:
+            assert all(len(text) == NEW_TOKENS for text in answers(server, prompts[:20], 8))
     except ServerFailed as failed:
         assert float(fraction) > 0.9
         assert re.search(r"--mem-fraction-static: expected \d+ free bytes .* \d+ are missing; lower", str(failed))
-    else:
-        assert all(len(text) == NEW_TOKENS for text in answers(server, prompts[:20], 8))
 
 
 def test_every_step_replays_a_graph(serve: Serve, prompts: list[str]) -> None:
