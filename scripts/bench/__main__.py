@@ -230,11 +230,13 @@ def read_when_written(folder: Path) -> list[dict[str, Any]]:
     raise SystemExit(f"{folder}: expected a trace within {TRACE_TIMEOUT_SECONDS:.0f} s, got none")
 
 
-def trace_all(server: Server) -> Iterator[dict[str, Any]]:
-    """Rows of one server at every point of `TRACED`."""
+def trace_all(server: Server, contexts: tuple[int, ...]) -> Iterator[dict[str, Any]]:
+    """Rows of one server at the points of `TRACED` that have one of these contexts."""
     generator = random.Random(7)  # the first prompt of `measure`, whose prefix is cached
     prompt = [generator.randint(4, 1000) for _ in range(max(context for context, _ in TRACED))]
     for context, concurrency in TRACED:
+        if context not in contexts:
+            continue
         row = {"label": server.label, "context": context, "concurrency": concurrency}
         yield row | trace(server, prompt[:context], concurrency)
 
@@ -311,7 +313,7 @@ def main() -> None:
         with server:
             decoding.take(measure(server, contexts))
             if tracing is not None:
-                tracing.take(trace_all(server))
+                tracing.take(trace_all(server, contexts))
 
     with ThreadPoolExecutor(len(set(gpus))) as pool:
         list(pool.map(run, servers))
