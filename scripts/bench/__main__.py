@@ -162,14 +162,14 @@ def stream(url: str, ids: list[int], barrier: threading.Barrier) -> dict[str, fl
     return {"ttft_s": first - started, "seconds": seconds, "tokens": tokens, "steps": steps}
 
 
-def measure(server: Server, contexts: tuple[int, ...]) -> Iterator[dict[str, Any]]:
+def measure(server: Server, contexts: tuple[int, ...], concurrencies: tuple[int, ...]) -> Iterator[dict[str, Any]]:
     """Rows of one server. A longer prompt begins with the shorter one, so that prefixes come from the cache."""
     generator = random.Random(7)
-    prompts = [[generator.randint(4, 1000) for _ in range(max(contexts))] for _ in range(max(CONCURRENCY))]
-    for concurrency in CONCURRENCY:  # compiles what the measured streams need
+    prompts = [[generator.randint(4, 1000) for _ in range(max(contexts))] for _ in range(max(concurrencies))]
+    for concurrency in concurrencies:  # compiles what the measured streams need
         together(server, [ids[-64:] for ids in prompts[:concurrency]])
     for context in contexts:
-        for concurrency in CONCURRENCY:
+        for concurrency in concurrencies:
             found = together(server, [ids[:context] for ids in prompts[:concurrency]])
             yield {
                 "label": server.label,
@@ -290,9 +290,11 @@ def main() -> None:
     parser.add_argument("--gpus", default="0")
     parser.add_argument("--steps", type=Path)
     parser.add_argument("--contexts", default=",".join(map(str, CONTEXTS)))
+    parser.add_argument("--concurrency", default=",".join(map(str, CONCURRENCY)))
     parser.add_argument("flags", nargs="*", help="flags for both servers, behind --")
     args = parser.parse_intermixed_args()
     contexts = tuple(int(context) for context in args.contexts.split(","))
+    concurrencies = tuple(int(streams) for streams in args.concurrency.split(","))
     gpus = args.gpus.split(",")
     logs = Path(tempfile.mkdtemp(prefix="bench-"))
     models = args.models or logs / "models"
@@ -311,7 +313,7 @@ def main() -> None:
 
     def run(server: Server) -> None:
         with server:
-            decoding.take(measure(server, contexts))
+            decoding.take(measure(server, contexts, concurrencies))
             if tracing is not None:
                 tracing.take(trace_all(server, contexts))
 
