@@ -145,9 +145,11 @@ def test_the_decode_log_says_who_verifies_for_workers_of_sglang(
         metrics_reporter=reporter,
         server_args=arguments(algorithm),
         tp_worker=SimpleNamespace(model_runner=runner),
-        draft_worker=SimpleNamespace(defragmenter=SimpleNamespace(describe=lambda: "run lengths, ")),
+        draft_worker=SimpleNamespace(
+            describe_budgets=lambda: "budgets, ", defragmenter=SimpleNamespace(describe=lambda: "run lengths, ")
+        ),
     )
-    assert describe_steps(scheduler, 16) == ((7, "run lengths, ") if algorithm == "DDTREE" else (16, ""))
+    assert describe_steps(scheduler, 16) == ((7, "budgets, run lengths, ") if algorithm == "DDTREE" else (16, ""))
     assert seen == published
     reporter.current_scheduler_metrics_enabled = False
     describe_steps(scheduler, 16)

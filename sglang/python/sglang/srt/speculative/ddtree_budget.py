@@ -1,23 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """``--speculative-ddtree-budget auto``: how many nodes the next verify pass checks.
 
-A larger tree accepts more and costs more, and what it costs depends on the batch. The gain of each budget is known
-before the pass: the drafter's probabilities along the paths add up to the drafts that it expects to be accepted, and
-trees are nested, so that one tree tells the gain of every smaller one. The cost is measured at start-up on the captured
-graphs. The spine alone, which is the DFLASH chain, is always among the choices.
+A larger tree accepts more and costs more, and what it costs depends on the batch and its contexts. Trees are nested, so a
+verified tree tells what each smaller one would have accepted. What a larger one would accept beyond it is foretold by the
+drafter's probabilities along the paths, corrected by how often they came true. Costs are measured at start-up on the
+captured graphs. The spine alone, which is the DFLASH chain, is always among the choices.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 AUTO = "auto"
 # Budgets beside the spine. On the demo pair a tree of 64 nodes accepts 5 % more than one of 32 (tests/models/demo).
 AUTO_BUDGETS = (16, 32)
 REQUEST_PARAMETER = "ddtree_budget"
-SMOOTHING = 0.1
+# Verified trees (one a request and pass) that count: a stream's last 300 tokens or so, and as many in a batch.
+WINDOW = 64
+# The drafter is trusted as if so many drafts had come true as foretold.
+TRUST = 2.0
+# Nodes that are not verified tell nothing of themselves: every so many passes the next larger budget is tried, and what is
+# known of nodes fades over eight times as many without them.
+PASSES_BETWEEN_TRIALS = 64
+FADING = 1 - 1 / (8 * PASSES_BETWEEN_TRIALS)
 
 
 def auto_budgets(block_size: int) -> tuple[int, ...]:
@@ -32,37 +39,96 @@ def request_budget(params: Any) -> int | None:
     return None if not custom else custom.get(REQUEST_PARAMETER)
 
 
-@dataclass
+@dataclass(frozen=True)
+class StepCosts:
+    """Seconds of one step, by captured batch size, one number per budget.
+
+    short           at the shortest context
+    per_token       beyond it, for each token that the contexts of the batch have on average
+    """
+
+    short: Mapping[int, Sequence[float]]
+    per_token: Mapping[int, Sequence[float]]
+
+    def seconds(self, batch_size: int, context: float) -> list[float]:
+        """Costs of a batch, which runs in the graph of the next captured size; beyond the largest as that one."""
+        sizes = sorted(self.short)
+        size = next((size for size in sizes if size >= batch_size), sizes[-1])
+        return [short + context * slope for short, slope in zip(self.short[size], self.per_token[size], strict=True)]
+
+
 class BudgetController:
     """Chooses among budgets by tokens per second. Ranks that feed it the same numbers choose the same.
 
-    budgets  ascending
-    costs    captured batch size -> seconds of one step, per budget
+    Args:
+        budgets: ascending.
+        costs: of a step.
     """
 
-    budgets: Sequence[int]
-    costs: Mapping[int, Sequence[float]]
-    _gains: list[float] | None = field(default=None, init=False)
-    _calibration: float = field(default=1.0, init=False)
+    def __init__(self, budgets: Sequence[int], costs: StepCosts) -> None:
+        self.budgets = budgets
+        self._costs = costs
+        self._trees = 0.0
+        # Of the nodes that each budget adds to the one before it, weighted by age: drafts foretold in all trees, and in
+        # those trees that were verified with them; and drafts accepted there.
+        self._foretold = [0.0] * len(budgets)
+        self._tried = [0.0] * len(budgets)
+        self._came_true = [0.0] * len(budgets)
+        self._passes_since_trial = 0
 
-    def choose(self, batch_size: int, limit: int | None = None) -> int:
-        """Index of the budget for the next pass; `limit` is the largest that any of its requests wants."""
-        allowed = [index for index, budget in enumerate(self.budgets) if limit is None or budget <= limit] or [0]
-        if self._gains is None:
-            return allowed[0]
-        sizes = sorted(self.costs)
-        costs = self.costs[next((size for size in sizes if size >= batch_size), sizes[-1])]
-        tokens = [1 + self._calibration * gain for gain in self._gains]
-        return max(allowed, key=lambda index: tokens[index] / costs[index])
+    def choose(self, limits: Sequence[int | None], context: float) -> int:
+        """Index of the budget for the next pass.
 
-    def observe_gains(self, gains: Sequence[float]) -> None:
-        """Take a step's expected accepted drafts, one number per budget, averaged over the batch."""
-        if self._gains is None:
-            self._gains = list(gains)
-        else:
-            self._gains = [old + SMOOTHING * (new - old) for old, new in zip(self._gains, gains, strict=True)]
+        Args:
+            limits: for each request the largest budget that it wants, None without one.
+            context: tokens in the cache per request, on average.
+        """
+        caps = [self._cap(limit) for limit in limits]
+        last = max(caps)
+        if not self._trees:
+            return 0
+        tokens, costs = self.expected_tokens(), self._costs.seconds(len(limits), context)
+        speeds = [sum(tokens[min(index, cap)] for cap in caps) / costs[index] for index in range(last + 1)]
+        best = speeds.index(max(speeds))
+        self._passes_since_trial = 0 if best == last else self._passes_since_trial + 1
+        if self._passes_since_trial < PASSES_BETWEEN_TRIALS:
+            return best
+        self._passes_since_trial = 0
+        return best + 1
 
-    def observe_accepted(self, index: int, accepted: float) -> None:
-        """Take what a pass with budget `index` accepted on average: the drafter's probabilities may be off."""
-        if self._gains is not None and self._gains[index] > 0:
-            self._calibration += SMOOTHING * (accepted / self._gains[index] - self._calibration)
+    def expected_tokens(self) -> list[float]:
+        """Tokens that a pass yields for one request, the bonus included, per budget; after at least one pass."""
+        tokens, found = 1.0, []
+        for foretold, tried, came_true in zip(self._foretold, self._tried, self._came_true, strict=True):
+            tokens += foretold / self._trees * (came_true + TRUST) / (tried + TRUST)
+            found.append(tokens)
+        return found
+
+    def observe(self, index: int, num_trees: int, foretold: Sequence[float], accepted: Sequence[int]) -> None:
+        """Take one verified pass.
+
+        Args:
+            index: of its budget.
+            num_trees: requests of the pass whose trees had all of its nodes, at least 1.
+            foretold: per budget, the drafts that the drafter expected to be accepted in all of these trees.
+            accepted: the drafts that were, for each budget up to the pass's own: those among its first nodes.
+        """
+        keep = (1 - 1 / WINDOW) ** num_trees
+        self._trees = self._trees * keep + num_trees
+        foretold_before, accepted_before = 0.0, 0
+        for step, total in enumerate(foretold):
+            added, foretold_before = total - foretold_before, total
+            self._foretold[step] = self._foretold[step] * keep + added
+            if step > index:
+                self._tried[step] *= FADING
+                self._came_true[step] *= FADING
+                continue
+            self._tried[step] = self._tried[step] * keep + added
+            self._came_true[step] = self._came_true[step] * keep + accepted[step] - accepted_before
+            accepted_before = accepted[step]
+
+    def _cap(self, limit: int | None) -> int:
+        """Index of the largest budget within a request's limit; the smallest is cut for lower ones."""
+        if limit is None:
+            return len(self.budgets) - 1
+        return max(sum(budget <= limit for budget in self.budgets) - 1, 0)

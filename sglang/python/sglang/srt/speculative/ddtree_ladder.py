@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ import torch
 from sglang.srt.sm120.memory_budget import AttentionScratch, VerifyShape, check_room
 from sglang.srt.sm120.verify_route import drop_unread_mask, route_of, workspace_of
 from sglang.srt.speculative.ddtree_args import verify_width
-from sglang.srt.speculative.ddtree_budget import BudgetController, request_budget
+from sglang.srt.speculative.ddtree_budget import BudgetController, StepCosts, request_budget
 from sglang.srt.speculative.ddtree_tree import TreeBuffers
 from sglang.srt.speculative.ddtree_walk import WalkBuffers
 
@@ -30,9 +30,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MEASURED_REPLAYS = 5
+# The longest context that steps are measured at: the kernel's time grows evenly from about there on.
+MEASURED_CONTEXT = 8192
 
 
-@dataclass
+@dataclass(eq=False)
 class Rung:
     """One verify width.
 
@@ -58,6 +60,24 @@ class Rung:
         return self.tree.width
 
 
+@dataclass
+class VerifiedPass:
+    """What a pass tells about budgets, on its way to the host.
+
+    index     of its rung
+    whole     requests whose trees no request parameter has cut
+    foretold  fp32 [bs, rungs]  drafts that the drafter expected to be accepted, by budget
+    rows      int64 [bs, D]     accepted rows; 0 for the root, -1 behind the last
+    copied    when both have arrived
+    """
+
+    index: int
+    whole: list[int]
+    foretold: torch.Tensor
+    rows: torch.Tensor
+    copied: torch.cuda.Event
+
+
 class Ladder:
     """The rungs of one worker, ascending by budget.
 
@@ -74,8 +94,11 @@ class Ladder:
         self._tp_group = tp_group
         self._controller: BudgetController | None = None
         self._verified: deque[int] = deque(maxlen=4)  # rung indices of passes whose results the host has not seen
-        self._gains: deque[tuple[torch.Tensor, torch.cuda.Event]] = deque()
+        self._passes: deque[VerifiedPass] = deque()
+        self._whole: list[int] = []
+        self._used = [0] * len(budgets)
         self._last_nodes = torch.tensor(budgets, device=runner.device) - 1
+        self._foretold = torch.zeros((max_requests, len(budgets)), device=runner.device)
         self.rungs = []
         for budget in budgets:
             width = verify_width(budget, block_size)
@@ -151,84 +174,153 @@ class Ladder:
     def measure(self, draft_runner: Any) -> None:
         """Fill the cost table from the captured graphs; every rank takes the first one's figures."""
         drafting = _replay_seconds(draft_runner)
-        table = {
-            size: [drafting[size] + costs[size] for costs in map(_replay_seconds, (r.graph_runner for r in self.rungs))]
-            for size in drafting
-        }
+        slots = int(self._runner.token_to_kv_pool.size)
+        verifying = [_replay_seconds(rung.graph_runner) for rung in self.rungs]
+        attending = [_seconds_per_token(rung.attn_backend, rung.graph_runner, slots) for rung in self.rungs]
+        table = StepCosts(
+            short={size: [drafting[size] + costs[size] for costs in verifying] for size in drafting},
+            per_token={size: [slopes[size] for slopes in attending] for size in drafting},
+        )
         costs = self._tp_group.broadcast_object(table, src=0)
         self._controller = BudgetController([rung.budget for rung in self.rungs], costs)
         logger.info(
-            "DDTREE auto: milliseconds per step at a short context, budgets %s; by batch size %s.",
+            "DDTREE auto: milliseconds per step at a short context, budgets %s; by batch size %s; for each 1,000 tokens of "
+            "context beyond it %s.",
             "/".join(str(rung.budget) for rung in self.rungs),
-            ", ".join(f"{size}: " + "/".join(f"{1e3 * s:.2f}" for s in row) for size, row in sorted(costs.items())),
+            _describe(costs.short, 1e3),
+            _describe(costs.per_token, 1e6),
         )
 
-    def choose(self, reqs: Sequence[Any]) -> Rung:
-        """Pick the rung of the next pass, cut its trees to what requests ask for, and make it the target's."""
+    def foretell(self, batch_size: int) -> None:
+        """Sum up what the drafter expects of each budget, for `record`; call behind the build of the largest trees."""
+        if len(self.rungs) > 1:
+            expected = self.largest.tree.scores[:batch_size, 1:].exp().cumsum(1)
+            torch.index_select(expected, 1, self._last_nodes, out=self._foretold[:batch_size])
+
+    def choose(self, reqs: Sequence[Any], total_context: int) -> Rung:
+        """Pick the rung of the next pass, cut its trees to what requests ask for, and make it the target's.
+
+        `total_context` is the host's figure for the tokens of all contexts.
+        """
         limits = [request_budget(req.sampling_params) for req in reqs]
         index = 0
         if self._controller is not None:
-            self._observe_gains(len(reqs))
-            wanted = None if None in limits else max(limit for limit in limits if limit is not None)
-            index = self._controller.choose(len(reqs), wanted)
+            self._learn()
+            index = self._controller.choose(limits, total_context / len(reqs))
         rung = self.rungs[index]
         if rung is not self.largest:
             rung.tree.copy_prefix_from(self.largest.tree, len(reqs))
-        if any(limit is not None for limit in limits):
+        self._whole = [row for row, limit in enumerate(limits) if limit is None or limit >= rung.budget]
+        if len(self._whole) < len(reqs):
             rows = torch.tensor([rung.budget if limit is None else limit for limit in limits])
             if rung.tree.parents.is_cuda:
                 rows = rows.pin_memory()
             rung.tree.cut(rows.to(rung.tree.parents.device, non_blocking=True))
         self._verified.append(index)
+        self._used[index] += 1
         self._runner.attn_backend = rung.attn_backend
         if rung.graph_runner is not None:
             self._runner.decode_cuda_graph_runner = rung.graph_runner
         return rung
 
-    def observe(self, accepted_per_request: Sequence[int]) -> int:
-        """Take the oldest pass's accepted drafts, once they are on the host; returns the budget that it had."""
+    def record(self, rung: Rung, walk: WalkBuffers, batch_size: int) -> None:
+        """Start copies of what the pass that was walked tells about budgets; the host sees them two passes later."""
+        if self._controller is None:
+            return
+        foretold = self._foretold[:batch_size]
+        if self._tp_group.world_size > 1:
+            self._tp_group.broadcast(foretold, src=0)
+        # Whole rows lie together, so that this is one copy.
+        results = walk.packed[:batch_size].to("cpu", non_blocking=True)
+        copied = torch.cuda.Event()
+        found = VerifiedPass(
+            self.rungs.index(rung),
+            self._whole,
+            foretold.to("cpu", non_blocking=True),
+            results[:, : walk.accept_index.shape[1]],
+            copied,
+        )
+        copied.record()
+        self._passes.append(found)
+
+    def observe(self) -> int:
+        """The budget of the oldest pass whose results the host has not seen; call when it sees them."""
         index = self._verified.popleft() if self._verified else len(self.rungs) - 1
-        if self._controller is not None and accepted_per_request:
-            self._controller.observe_accepted(index, sum(accepted_per_request) / len(accepted_per_request))
         return self.rungs[index].budget
+
+    def describe(self) -> str:
+        """For the decode log, under auto: how many passes each budget had since the last call."""
+        if self._controller is None:
+            return ""
+        used, self._used = self._used, [0] * len(self.rungs)
+        budgets = "/".join(str(rung.budget) for rung in self.rungs)
+        return f"passes with budget {budgets}: {'/'.join(map(str, used))}, "
 
     def _attach(self, rung: Rung) -> None:
         route = route_of(rung.attn_backend)
         if route is not None:
             route.tree_mask = rung.tree.mask
 
-    def _observe_gains(self, batch_size: int) -> None:
-        """Start a copy of this tree's expected gains and take those of the pass before the last.
+    def _learn(self) -> None:
+        """Hand the controller the passes before the last.
 
-        That pass's results have been processed, so its event is over and waiting for it is free; and every rank takes
-        the same pass, which a query for readiness would not guarantee.
+        Their results have been processed, so their copies are over and waiting for them is free; and every rank takes
+        the same passes, which a query for readiness would not guarantee.
         """
         assert self._controller is not None
-        expected = self.largest.tree.scores[:batch_size, 1:].exp().cumsum(1).mean(0)
-        gains = expected.index_select(0, self._last_nodes)
-        if self._tp_group.world_size > 1:
-            self._tp_group.broadcast(gains, src=0)
-        copied = torch.cuda.Event()
-        host = gains.to("cpu", non_blocking=True)
-        copied.record()
-        self._gains.append((host, copied))
-        if len(self._gains) > 2:
-            host, copied = self._gains.popleft()
-            copied.synchronize()
-            self._controller.observe_gains(host.tolist())
+        while len(self._passes) > 1:
+            seen = self._passes.popleft()
+            if not seen.whole:
+                continue
+            seen.copied.synchronize()
+            rows = seen.rows[seen.whole]
+            drafts = rows[rows > 0]
+            self._controller.observe(
+                seen.index,
+                len(seen.whole),
+                seen.foretold[seen.whole].sum(0).tolist(),
+                [int((drafts <= rung.budget).sum()) for rung in self.rungs[: seen.index + 1]],
+            )
+
+
+def _describe(table: Mapping[int, Sequence[float]], scale: float) -> str:
+    return ", ".join(
+        f"{size}: " + "/".join(f"{scale * cost:.2f}" for cost in row) for size, row in sorted(table.items())
+    )
 
 
 def _replay_seconds(graph_runner: Any) -> dict[int, float]:
-    """Median time of a replay of each captured batch size; the static inputs are those of the capture."""
-    seconds = {}
+    """Seconds of a replay of each captured batch size; the static inputs are those of the capture."""
+    return {size: _median_seconds(graph_runner, size) for size in graph_runner.capture_bs}
+
+
+def _seconds_per_token(backend: Any, graph_runner: Any, slots: int) -> dict[int, float]:
+    """What a replay of each captured batch size costs more for each token that all its contexts are longer.
+
+    The slot lists that the graphs read are filled with contexts of up to `MEASURED_CONTEXT` tokens all over the pool of
+    `slots`; every batch overwrites them. 0 where Triton reads them: its masks would have to fit the contexts.
+    """
+    route, seconds = route_of(backend), dict.fromkeys(graph_runner.capture_bs, 0.0)
+    if route is None or not route.reads_compact_mask:
+        return seconds
+    listed, starts = min(slots, backend.cuda_graph_kv_indices.shape[0]), backend.kv_indptr
+    torch.arange(listed, out=backend.cuda_graph_kv_indices[:listed])
     for size in graph_runner.capture_bs:
-        times = []
-        for _ in range(MEASURED_REPLAYS):
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            graph_runner.backend.replay(graph_runner._make_graph_key(size), None)
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end) / 1e3)
-        seconds[size] = sorted(times)[len(times) // 2]
+        context = min(MEASURED_CONTEXT, max(listed // size, 1))
+        starts[: size + 1].zero_()
+        short = _median_seconds(graph_runner, size)
+        starts[: size + 1].copy_(torch.arange(size + 1, device=starts.device) * context)
+        seconds[size] = max(_median_seconds(graph_runner, size) - short, 0.0) / context
     return seconds
+
+
+def _median_seconds(graph_runner: Any, size: int) -> float:
+    times = []
+    for _ in range(MEASURED_REPLAYS):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph_runner.backend.replay(graph_runner._make_graph_key(size), None)
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3)
+    return sorted(times)[len(times) // 2]

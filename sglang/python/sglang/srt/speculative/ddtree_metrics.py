@@ -32,7 +32,7 @@ def drafts_per_step(server_args: ServerArgs, default: int) -> int:
 
 
 def describe_steps(scheduler: Any, drafts_per_round: int) -> tuple[int, str]:
-    """For the scheduler's decode log: the accept rate's denominator; what validate mode found, and run lengths of slots.
+    """For the scheduler's decode log: the accept rate's denominator; what validate mode found, budgets, runs of slots.
 
     Where metrics are on, it also says in ``/metrics`` who verifies for algorithms whose worker is SGLang's own.
     """
@@ -40,7 +40,8 @@ def describe_steps(scheduler: Any, drafts_per_round: int) -> tuple[int, str]:
     labels = reporter.metrics_collector.labels if reporter.current_scheduler_metrics_enabled else None
     found = report_comparison(scheduler, labels)
     if is_ddtree(args.speculative_algorithm):
-        found += scheduler.draft_worker.defragmenter.describe()
+        worker = scheduler.draft_worker
+        found += worker.describe_budgets() + worker.defragmenter.describe()
     elif labels is not None:
         backend = scheduler.tp_worker.model_runner.attn_backend
         publish_routes({int(args.speculative_num_draft_tokens or 0): backend}, labels)

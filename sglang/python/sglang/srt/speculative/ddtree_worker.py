@@ -110,6 +110,7 @@ class DDTreeWorker(DFlashWorkerV2):
         roots = forward_batch.input_ids.view(-1, self.block_size)[:, 0]
         committed = forward_batch.positions.view(-1, self.block_size)[:, 0]
         self._tree_drafter.build(output.hidden_states, roots, committed, self._ladder.largest.tree)
+        self._ladder.foretell(forward_batch.batch_size)
 
     def _walk_in_graph(self, runner: Any, output: Any, forward_batch: ForwardBatch, num_tokens: int) -> None:
         """The tail of the captured verify pass: the greedy walk, for batches whose logits nothing adjusts."""
@@ -144,7 +145,8 @@ class DDTreeWorker(DFlashWorkerV2):
         if not draft_output.can_run_graph:
             hidden = draft_output.logits_output.hidden_states
             self._tree_drafter.build(hidden, block_ids[:, 0], committed, self._ladder.largest.tree)
-        rung = self._ladder.choose(batch.reqs)
+            self._ladder.foretell(batch_size)
+        rung = self._ladder.choose(batch.reqs, batch.spec_info.reserved_seq_lens_sum)
         window_slots = self._window_slots(batch, rung.width)
         grammar = TreeGrammar.stage(rung.tree, batch_size) if batch.has_grammar else None
         logits_output, can_run_cuda_graph = self._verify(batch, window_slots, rung)
@@ -158,6 +160,7 @@ class DDTreeWorker(DFlashWorkerV2):
             on_publish(settled.seq_lens)
         add_logprobs(batch, logits_output, walk.accept_index[:batch_size], walk.out_tokens[:batch_size])
         self._commit(settled, logits_output.hidden_states)
+        self._ladder.record(rung, walk, batch_size)
         logits_output.hidden_states = None
         return GenerationBatchResult(
             logits_output=logits_output,
@@ -174,9 +177,13 @@ class DDTreeWorker(DFlashWorkerV2):
     def on_verify_complete_cpu(self, num_correct_drafts_per_req: list[int], batch_size: int = 0) -> None:
         """Record acceptance once the scheduler has a step's results on the host."""
         super().on_verify_complete_cpu(num_correct_drafts_per_req, batch_size=batch_size)
-        budget = self._ladder.observe(num_correct_drafts_per_req)
+        budget = self._ladder.observe()
         if self._metrics is not None:
             self._metrics.observe(num_correct_drafts_per_req, budget, self._verify_timer.finished())
+
+    def describe_budgets(self) -> str:
+        """For the decode log: what auto chose since the last call; nothing with a fixed budget."""
+        return self._ladder.describe()
 
     def _window_slots(self, batch: ScheduleBatch, width: int) -> torch.Tensor:
         """Cache slots of the verify window, int64 [bs, T]; read before verify, since rows may change after it."""
