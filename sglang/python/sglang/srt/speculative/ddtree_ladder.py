@@ -273,12 +273,12 @@ class Ladder:
             if not seen.whole:
                 continue
             seen.copied.synchronize()
-            rows = seen.rows[seen.whole]
+            rows = seen.rows.numpy()[seen.whole]
             drafts = rows[rows > 0]
             self._controller.observe(
                 seen.index,
                 len(seen.whole),
-                seen.foretold[seen.whole].sum(0).tolist(),
+                seen.foretold.numpy()[seen.whole].sum(0).tolist(),
                 [int((drafts <= rung.budget).sum()) for rung in self.rungs[: seen.index + 1]],
             )
 
