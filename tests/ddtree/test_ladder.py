@@ -164,12 +164,13 @@ def test_costs_are_measured_with_and_without_a_context(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A pass costs width milliseconds, and width microseconds for each key that a request's context has."""
-    graphs: dict[int, Any] = {}
 
     def seconds(graph_runner: Any, size: int) -> float:
         backend = graph_runner.attn_backend
         if backend is None:
             return 0.5
+        ids = graph_runner.buffers.input_ids
+        assert ids.unique().numel() == ids.numel() and 0 <= int(ids.min()) and int(ids.max()) < 1000
         context = 0.0
         if hasattr(backend, "kv_indptr"):
             starts = backend.kv_indptr[: size + 1]
@@ -183,10 +184,15 @@ def test_costs_are_measured_with_and_without_a_context(
 
     monkeypatch.setattr(ddtree_ladder, "_median_seconds", seconds)
     caplog.set_level("INFO")
-    ladder = Ladder(runner(token_to_kv_pool=SimpleNamespace(size=20_000)), BUDGETS, 8, ALONE)
+    pool, config = SimpleNamespace(size=20_000), SimpleNamespace(vocab_size=1000)
+    ladder = Ladder(runner(token_to_kv_pool=pool, model_config=config), BUDGETS, 8, ALONE)
     for rung in ladder.rungs:
         rung.attn_backend = kernel_backend(rung.width)
-        graphs[rung.width] = rung.graph_runner = SimpleNamespace(capture_bs=[1, 8], attn_backend=rung.attn_backend)
+        rung.graph_runner = SimpleNamespace(
+            capture_bs=[1, 8],
+            attn_backend=rung.attn_backend,
+            buffers=SimpleNamespace(input_ids=torch.zeros(8 * rung.width, dtype=torch.int64)),
+        )
     ladder.rungs[0].attn_backend.sm120_route = VerifyRoute(None, None)
     ladder.measure(SimpleNamespace(capture_bs=[1, 8], attn_backend=None))
     assert ladder._controller is not None
