@@ -14,6 +14,7 @@ import torch
 
 from serving.server import ModelPair
 from sglang.srt import utils
+from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 from sglang.srt.layers.attention.verify_mask import tree_mask_numel
 from sglang.srt.mem_cache import kv_cache_configurator
 from sglang.srt.model_executor.cuda_graph_config import Backend
@@ -104,15 +105,24 @@ def test_two_shortages_have_opposite_advice(monkeypatch: pytest.MonkeyPatch) -> 
         check_room({"masks": 100}, 90, 0.99, 1000)
 
 
-def test_the_check_before_capture_takes_the_backends_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three widths on a card whose pools have left 1 GiB of the 2.3 that capturing needs."""
+def triton_backend(heads: int, splits: int, value_dim: int) -> TritonAttnBackend:
+    backend: TritonAttnBackend = object.__new__(TritonAttnBackend)
+    vars(backend).update(num_head=heads, max_kv_splits=splits, v_head_dim=value_dim)
+    return backend
+
+
+@pytest.mark.parametrize("drafts", ["triton", "flashinfer"])
+def test_the_check_before_capture_takes_the_backends_as_they_are(monkeypatch: pytest.MonkeyPatch, drafts: str) -> None:
+    """Three widths on a card whose pools have left 1 GiB of the 2.3 that capturing needs.
+
+    A drafter's backend other than Triton's has its workspace before the check.
+    """
     monkeypatch.setattr(base_cuda_graph_runner, "get_batch_sizes_to_capture", lambda runner, width: ([1, 8, 48], []))
     monkeypatch.setattr(utils, "get_available_gpu_memory", lambda device, gpu_id: 1.0)
-    backend = SimpleNamespace(num_head=8, max_kv_splits=256, v_head_dim=512)
     runner = SimpleNamespace(
         device="cuda",
         gpu_id=0,
-        attn_backend=backend,
+        attn_backend=triton_backend(8, 256, 512),
         model_config=SimpleNamespace(context_len=131072, vocab_size=163840),
         server_args=SimpleNamespace(cuda_graph_config=SimpleNamespace(decode=SimpleNamespace(backend=Backend.FULL))),
         pre_model_load_memory=95.0,
@@ -122,9 +132,12 @@ def test_the_check_before_capture_takes_the_backends_as_they_are(monkeypatch: py
     ladder: Any = SimpleNamespace(
         _runner=runner, _tp_group=SimpleNamespace(world_size=8), rungs=trees, largest=trees[-1]
     )
-    drafter = SimpleNamespace(attn_backend=SimpleNamespace(num_head=8, max_kv_splits=8, v_head_dim=128))
+    drafting = triton_backend(8, 8, 128) if drafts == "triton" else SimpleNamespace()
+    drafter = SimpleNamespace(attn_backend=drafting)
     needed = sum(48 * width * (131072 + width) for width in (8, 17, 33)) + 4 * 49 * 131072 * 8
-    needed += 49 * 4 * (3 * 8 * 256 * 513 + 8 * 8 * 129) + 4 * (48 * 33 * 163840 + 48 * 7 * 20480)
+    needed += 49 * 4 * (3 * 8 * 256 * 513 + 8 * 8 * 129 * (drafts == "triton")) + 4 * (
+        48 * 33 * 163840 + 48 * 7 * 20480
+    )
     with pytest.raises(StartupError, match=f"expected {needed} free bytes .*, {needed - 2**30} are missing; lower"):
         Ladder.check_room(ladder, drafter)
     monkeypatch.setattr(utils, "get_available_gpu_memory", lambda device, gpu_id: needed / 2**30)

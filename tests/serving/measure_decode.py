@@ -101,8 +101,9 @@ def main() -> None:
         if options.together:
             # The automatic budget times its steps when it starts, which wants the card for itself.
             last = [servers[label] for label in labels if label == "tree-auto"]
-            with ThreadPoolExecutor(len(servers)) as pool:
-                list(pool.map(stack.enter_context, (each for each in servers.values() if each not in last)))
+            # A server ends with the thread that has started it, so these stay.
+            starters = stack.enter_context(ThreadPoolExecutor(len(servers)))
+            list(starters.map(stack.enter_context, (each for each in servers.values() if each not in last)))
             for server in last:
                 stack.enter_context(server)
         for label, server in servers.items():

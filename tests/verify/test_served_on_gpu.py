@@ -149,6 +149,15 @@ def test_triton_serves_trees_in_graphs(
     assert "SGLANG_SM120_VERIFY is off" in server.output()
 
 
+def test_drafts_may_come_through_flashinfer(
+    serve: Serve, prompts: list[str], chain: Texts, judge: Callable[[Texts, Texts], None]
+) -> None:
+    """SGLang's default for drafters where no attention backend is named."""
+    flags = (*GRAPH_FLAGS, "--speculative-draft-attention-backend", "flashinfer")
+    server = serve("DDTREE", *flags, environment=KERNEL)
+    judge(answers(server, prompts, 5), chain)
+
+
 def test_validate_mode_finds_no_difference(
     serve: Serve, prompts: list[str], chain: Texts, judge: Callable[[Texts, Texts], None]
 ) -> None:

@@ -42,7 +42,11 @@ class AttentionScratch:
 
     @classmethod
     def of(cls, backend: Any) -> AttentionScratch:
-        """What a Triton backend will allocate when it is captured."""
+        """What a backend will allocate when it is captured: nothing, unless it is Triton's."""
+        from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
+
+        if not isinstance(backend, TritonAttnBackend):
+            return cls(0, 0, 0)
         return cls(int(backend.num_head), int(backend.max_kv_splits), int(backend.v_head_dim))
 
     def bytes_per_row(self) -> int:
