@@ -17,6 +17,7 @@ from prometheus_client import REGISTRY
 from sglang.srt import runtime_context
 from sglang.srt.sm120 import verify_route
 from sglang.srt.sm120.startup import StartupError
+from sglang.srt.sm120.verify_compare import VerifyComparison
 from sglang.srt.sm120.verify_route import (
     MODE_VARIABLE,
     Fallback,
@@ -214,6 +215,44 @@ def test_a_missing_library_is_named(card: Any, monkeypatch: pytest.MonkeyPatch) 
         route_of(backend())
 
 
+def test_a_library_that_cannot_be_loaded_is_named(card: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package can be imported without its library, or with one of another version."""
+    ask_the_package = verify_route._num_splits_and_bytes
+    card(12)
+
+    def plan(*shape: int) -> Any:
+        raise ImportError("lib.so: expected interface version 2, got 1; reinstall sgl-kernel-sm120")
+
+    monkeypatch.setattr(verify_route, "_num_splits_and_bytes", ask_the_package)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=188))
+    monkeypatch.setitem(sys.modules, "sgl_kernel_sm120", SimpleNamespace(is_supported=is_supported, plan=plan))
+    reason = "sgl_kernel_sm120 cannot be used: lib.so: expected interface version 2, got 1; reinstall sgl-kernel-sm120"
+    monkeypatch.setenv(MODE_VARIABLE, "auto")
+    route = route_of(backend())
+    assert route is not None and route.fallback == Fallback("no_library", reason)
+    monkeypatch.setenv(MODE_VARIABLE, "on")
+    with pytest.raises(StartupError, match=re.escape(f"SGLANG_SM120_VERIFY=on: {reason}; set it to auto")):
+        route_of(backend())
+
+
+@pytest.mark.parametrize("mode", ["auto", "on"])
+def test_a_workspace_that_does_not_fit_names_bytes_and_flag(
+    card: Any, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    card(12)
+
+    def empty(*size: int, **options: Any) -> Any:
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch, "empty", empty)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (4095, 2**30))
+    monkeypatch.setenv(MODE_VARIABLE, mode)
+    expected = f"expected {MAX_BS * 1024} free bytes .* at {MAX_BS} requests, got 4095; lower --max-running-requests"
+    with pytest.raises(StartupError, match=expected):
+        route_of(backend())
+
+
 def test_off_never_looks_at_the_kernel(card: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     card(12)
     monkeypatch.setitem(sys.modules, "sgl_kernel_sm120", None)
@@ -298,6 +337,24 @@ def test_trees_of_ddtree_are_compact(monkeypatch: pytest.MonkeyPatch) -> None:
     assert call(target, batch)[0]
     ((*_, mask, mask_indptr, _, _, _, full),) = calls.given
     assert mask.numel() == MAX_BS * WIDTH**2 and mask_indptr.tolist() == [0, 81, 162] and full is False
+
+
+@pytest.mark.parametrize("validates", [False, True])
+def test_an_error_of_the_kernel_is_not_hidden(monkeypatch: pytest.MonkeyPatch, validates: bool) -> None:
+    """It ends the capture, hence the start, or an eager pass; Triton does not take over in silence."""
+
+    def failing(*arguments: Any, **options: Any) -> None:
+        raise RuntimeError("mla_tree_verify: expected a launch, got error 209 (no kernel image); see the CUDA error")
+
+    monkeypatch.setitem(sys.modules, "sgl_kernel_sm120", SimpleNamespace(mla_tree_verify=failing))
+    target, batch = kernel_backend(None)
+    if validates:
+        target.sm120_route.comparison = VerifyComparison.allocate("cpu")
+        target.forward_extend = lambda *_, **__: torch.zeros(2 * WIDTH, HEADS * 512)
+    with pytest.raises(RuntimeError, match=r"got error 209 \(no kernel image\)"):
+        call(target, batch)
+    if validates:
+        assert target.sm120_route.comparison.read().calls == 0
 
 
 def test_a_mask_in_the_batch_spans_the_prefix(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -202,11 +202,13 @@ def _unserved(mode: VerifyMode, backend: Any, width: int, max_bs: int) -> Fallba
         return Fallback("unified_pool", "the unified memory pool is on")
     try:
         from sgl_kernel_sm120 import is_supported
+
+        # The package loads its library when it is first asked for a plan.
+        workspace_bytes(1, 1, 1)
     except ImportError as error:
-        return Fallback(
-            "no_library",
-            f"sgl_kernel_sm120 cannot be used: {error}; install it with `pip install ./sgl-kernel-sm120`",
-        )
+        # What is wrong with a library says its remedy itself.
+        remedy = "; install it with `pip install ./sgl-kernel-sm120`" if isinstance(error, ModuleNotFoundError) else ""
+        return Fallback("no_library", f"sgl_kernel_sm120 cannot be used: {error}{remedy}")
     limit = is_supported(
         batch_size=max_bs,
         num_tokens=width,
