@@ -70,6 +70,21 @@ def generate(server: Server, prompt: str, **options: Any) -> list[int]:
     return list(ask(server, prompt, **sampling)["output_ids"])
 
 
+def changed_by(folder: str) -> dict[str, str]:
+    """Environment of a server that the sitecustomize module of a folder beside this file changes."""
+    here = Path(__file__).resolve().parent
+    search = here / folder, here.parent, os.environ.get("PYTHONPATH", "")
+    return {"PYTHONPATH": os.pathsep.join(map(str, search))}
+
+
+def compared_layers(server: Server) -> int:
+    """Layers that validate mode has compared, none of which may differ."""
+    output = server.output()
+    reports = re.findall(r"verify error: ([0-9.e+-]+) in (\d+) calls", output)
+    assert reports and "disagree" not in output, output[-3000:]
+    return int(reports[-1][1])
+
+
 def answers(server: Server, prompts: list[str], concurrency: int) -> Texts:
     with ThreadPoolExecutor(concurrency) as pool:
         return list(pool.map(lambda prompt: generate(server, prompt), prompts))
@@ -140,6 +155,17 @@ def test_every_step_replays_a_graph(serve: Serve, prompts: list[str]) -> None:
     assert lines and set(lines) == {"True"}, lines
 
 
+@pytest.mark.scenario("BUG-001", "BUG-002", "BUG-003", "BUG-004", "BUG-007", "BUG-011")
+@pytest.mark.parametrize("live", [3, 5, 6, 7])
+def test_padded_replays_read_nothing_stale(
+    serve: Serve, prompts: list[str], chain: Texts, judge: Callable[[Texts, Texts], None], live: int
+) -> None:
+    """Static buffers are poisoned before each replay, which ends within two seconds; batches are padded to 4 and 8."""
+    server = serve("DDTREE", *GRAPH_FLAGS, environment=KERNEL | changed_by("poisoned_buffers"))
+    judge(answers(server, prompts[: 10 * live], live), chain[: 10 * live])
+    assert "watchdog" not in server.output()
+
+
 def test_triton_serves_trees_in_graphs(
     serve: Serve, prompts: list[str], chain: Texts, judge: Callable[[Texts, Texts], None]
 ) -> None:
@@ -163,9 +189,17 @@ def test_validate_mode_finds_no_difference(
 ) -> None:
     server = serve("DDTREE", *GRAPH_FLAGS, environment={"SGLANG_SM120_VERIFY": "validate"})
     judge(answers(server, prompts, 7), chain)
-    reports = re.findall(r"verify error: ([0-9.e+-]+) in (\d+) calls", server.output())
-    assert reports and int(reports[-1][1]) > 1000, server.output()[-3000:]
-    assert "disagree" not in server.output()
+    assert compared_layers(server) > 1000
+
+
+def test_the_kernel_verifies_chains_like_triton(
+    serve: Serve, prompts: list[str], chain: Texts, judge: Callable[[Texts, Texts], None]
+) -> None:
+    """DFLASH's pass has no mask: a row sees those before it. Live batches of 7 are padded."""
+    server = serve("DFLASH", *GRAPH_FLAGS, environment={"SGLANG_SM120_VERIFY": "validate"})
+    judge(answers(server, prompts, 7), chain)
+    assert "Verify attention: mla_tree_verify beside Triton (validate)" in server.output()
+    assert compared_layers(server) > 1000
 
 
 def test_validate_mode_reports_a_wrong_kernel(serve: Serve, prompts: list[str], chain: Texts) -> None:
@@ -289,10 +323,7 @@ def test_eagle_trees_are_verified_by_the_kernel(prompts: list[str], tmp_path: Pa
     environment = {"SGLANG_SM120_VERIFY": "validate"}
     with Server(tmp_path / "server.log", *flags, *GRAPH_FLAGS, environment=environment) as server:
         answers(server, prompts[:40], 5)
-        output = server.output()
-    reports = re.findall(r"verify error: ([0-9.e+-]+) in (\d+) calls", output)
-    assert reports and int(reports[-1][1]) > 500, output[-3000:]
-    assert "disagree" not in output
+        assert compared_layers(server) > 500
 
 
 def test_auto_gives_the_chains_text(
@@ -304,7 +335,11 @@ def test_auto_gives_the_chains_text(
     judge(texts, chain)
     asked = [generate(server, prompt, custom_params={"ddtree_budget": 7}) for prompt in prompts[:10]]
     judge(asked, chain[:10])
-    assert re.search(r"DDTREE auto: milliseconds per step .* budgets 7/16/32; by batch size 1: ", server.output())
+    output = server.output()
+    assert re.search(r"DDTREE auto: milliseconds per step .* budgets 7/16/32; by batch size 1: ", output)
+    assert set(re.findall(r"Decode batch.*cuda graph: (\w+)", output)) == {"True"}
+    used = [map(int, counts.split("/")) for counts in re.findall(r"passes with budget 7/16/32: ([0-9/]+),", output)]
+    assert min(map(sum, zip(*used, strict=True))) > 0, "each budget is chosen, or tried, at times"
 
 
 def test_on_refuses_a_width_that_the_kernel_has_not(serve: Serve, demo_pair: ModelPair, tmp_path: Path) -> None:
@@ -321,11 +356,7 @@ def test_two_cards_give_the_text_of_one(
     serve: Serve, prompts: list[str], chain: Texts, judge: Callable[[Texts, Texts], None], tipped: bool
 ) -> None:
     """Both ranks go on with the first one's draws: the text is that of one card even if the other's all differ."""
-    environment = dict(KERNEL)
-    if tipped:
-        here = Path(__file__).resolve().parent
-        search = here / "disagreeing_ranks", here.parent, os.environ.get("PYTHONPATH", "")
-        environment["PYTHONPATH"] = os.pathsep.join(map(str, search))
+    environment = KERNEL | (changed_by("disagreeing_ranks") if tipped else {})
     server = serve("DDTREE", *GRAPH_FLAGS, *PLAIN_REDUCTIONS, "--tp-size", "2", environment=environment)
     judge(answers(server, prompts, 6), chain)
 
