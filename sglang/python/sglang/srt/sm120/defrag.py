@@ -235,14 +235,16 @@ class Defragmenter:
         return deque((rid, first) for _, rid, first in sorted(found, reverse=True))
 
     def _move_fragmented(self, batch: ScheduleBatch) -> None:
-        """Move the worst window whose request still runs."""
+        """Move the worst window whose request still runs, if it may move: one look a step bounds the host's work."""
+        if len(self._next_free()) < ROWS_A_COPY:
+            return
         running = {req.rid: req for req in batch.reqs}
         while self._windows:
             rid, first = self._windows.popleft()
             if rid in running:
                 text = text_of_request(running[rid], batch.reqs, batch.tree_cache.root_node)
-                if self._move(text, max(first, text.start), self._rows):
-                    return
+                self._move(text, max(first, text.start), self._rows)
+                return
 
     def _move_any(self, batch: ScheduleBatch) -> None:
         """For the check: move the next window of the next request, contiguous or not."""
