@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -184,6 +185,26 @@ def test_cached_texts_are_repaired_while_nothing_runs() -> None:
     server.allocator.clear()
     defragmenter.on_idle(idle_scheduler(server))
     server.check()
+
+
+def test_idle_work_is_cut_by_its_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where nothing needs to move: a request that comes must not wait until a large tree has been looked at."""
+    server = ToyServer()
+    for number in range(20):
+        if (req := server.admit([7 + number] * 12)) is not None:
+            server.finish(req, insert=True)
+    looked_at: list[Any] = []
+    find = defrag.text_of_leaf
+    monkeypatch.setattr(defrag, "text_of_leaf", lambda leaf, root: looked_at.append(leaf) or find(leaf, root))
+    monkeypatch.setattr(defrag, "IDLE_BUDGET_US", 0.0)
+    defragmenter = make_defragmenter(server)
+    counts = []
+    for _ in range(30):
+        defragmenter.on_idle(idle_scheduler(server))
+        counts.append(len(looked_at))
+    assert counts[0] == 1 and max(after - before for before, after in pairwise(counts)) <= 2
+    assert {id(leaf) for leaf in looked_at} == {id(leaf) for leaf in leaves(server.tree.root_node)}
+    assert counts[-1] == counts[-2], "each text is looked at once after a step"
 
 
 def test_a_text_that_was_evicted_or_is_in_use_again_stays() -> None:

@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 TARGET_RUN = 64  # rows; the kernel reads 32 a step, so at most every second step meets the end of a run
 STEP_BUDGET_US = 200.0  # device time of one move, below 5 % of the shortest step
-IDLE_BUDGET_US = 5000.0  # of the moves between two looks for new requests
+IDLE_BUDGET_US = 5000.0  # between two looks for new requests
 MEASURE_EVERY = 32  # decode steps
 CHUNK = 256  # positions that are counted together
 ROWS_A_COPY = 16  # a move is a multiple of it
@@ -298,7 +298,7 @@ class Defragmenter:
         self._collect()
 
     def _repair_tree(self, tree_cache: Any) -> Iterator[None]:
-        """One move after the other, until every cached text has been looked at since the last step."""
+        """One window after the other, until every cached text has been looked at since the last step."""
         self._synchronize()
         sort_free(self._next_free())
         for leaf in list(leaves(tree_cache.root_node)):
@@ -310,8 +310,8 @@ class Defragmenter:
                 if self._check or ends * TARGET_RUN > rows:
                     self._move(text, first, rows)
                     self._synchronize()
-                    yield
                 first += rows
+                yield  # also without a move: looking at a large tree takes longer than a request should wait
         self._report_rows(int(self._moved))
 
     def _synchronize(self) -> None:
