@@ -24,6 +24,7 @@ from sglang.srt.sm120 import memory_budget, verify_route
 from sglang.srt.sm120.memory_budget import AttentionScratch, VerifyShape, capture_sizes, check_room
 from sglang.srt.sm120.startup import StartupError
 from sglang.srt.speculative.ddtree_args import _load_drafter_config
+from sglang.srt.speculative import ddtree_ladder
 from sglang.srt.speculative.ddtree_ladder import Ladder
 from sglang.srt.speculative.eagle_utils import TreeMaskMode
 from sglang.srt.utils import common
@@ -119,6 +120,7 @@ def test_the_check_before_capture_takes_the_backends_as_they_are(monkeypatch: py
     """
     monkeypatch.setattr(base_cuda_graph_runner, "get_batch_sizes_to_capture", lambda runner, width: ([1, 8, 48], []))
     monkeypatch.setattr(utils, "get_available_gpu_memory", lambda device, gpu_id: 1.0)
+    monkeypatch.setattr(ddtree_ladder, "workspace_for", lambda backend, width: width * 1_000_000)
     runner = SimpleNamespace(
         device="cuda",
         gpu_id=0,
@@ -138,6 +140,7 @@ def test_the_check_before_capture_takes_the_backends_as_they_are(monkeypatch: py
     needed += 49 * 4 * (3 * 8 * 256 * 513 + 8 * 8 * 129 * (drafts == "triton")) + 4 * (
         48 * 33 * 163840 + 48 * 7 * 20480
     )
+    needed += 8_000_000 + 17_000_000  # the workspaces of the widths that are captured later
     with pytest.raises(StartupError, match=f"expected {needed} free bytes .*, {needed - 2**30} are missing; lower"):
         Ladder.check_room(ladder, drafter)
     monkeypatch.setattr(utils, "get_available_gpu_memory", lambda device, gpu_id: needed / 2**30)
@@ -194,6 +197,34 @@ def test_a_given_fraction_is_kept(demo_pair: ModelPair, monkeypatch: pytest.Monk
     args.mem_fraction_static = given = args.mem_fraction_static + 0.02
     memory_budget.lower_default_fraction(args, _load_drafter_config(args), [17])
     assert args.mem_fraction_static == given
+
+
+@pytest.mark.parametrize("words", [["--mem-fraction-static", "x"], ["--mem-fraction-static=x"], ["--mem-frac", "x"]])
+def test_a_given_fraction_is_kept_also_when_it_is_the_default(
+    demo_pair: ModelPair, monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    args = on_a_card(demo_pair, monkeypatch)
+    stock = args.mem_fraction_static
+    command = ["sglang", "serve", *(word.replace("x", str(stock)) for word in words)]
+    monkeypatch.setattr(memory_budget.sys, "argv", command)
+    memory_budget.lower_default_fraction(args, _load_drafter_config(args), [17])
+    assert args.mem_fraction_static == stock
+    monkeypatch.setattr(memory_budget.sys, "argv", ["sglang", "serve", "--mem-fraction-staticky", "--max-running"])
+    memory_budget.lower_default_fraction(args, _load_drafter_config(args), [17])
+    assert args.mem_fraction_static < stock
+
+
+def test_a_card_that_verification_fills_is_refused(demo_pair: ModelPair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A default of nothing would end in the advice to raise it, which is the wrong direction."""
+    args = on_a_card(demo_pair, monkeypatch)
+    monkeypatch.setattr(memory_budget, "_unreserved_bytes", lambda *_: {"masks": 40 * 2**30})
+    stock = args.mem_fraction_static
+    with pytest.raises(StartupError) as refused:
+        memory_budget.lower_default_fraction(args, _load_drafter_config(args), [17])
+    assert str(refused.value) == (
+        f"DDTREE: expected less than {int(stock * CARD_MIB)} MiB for verification (masks 40960 MiB), got 40960; "
+        "lower --max-running-requests, --context-length or --speculative-ddtree-budget"
+    )
 
 
 def test_nothing_is_lowered_without_graphs_or_a_card(demo_pair: ModelPair, monkeypatch: pytest.MonkeyPatch) -> None:

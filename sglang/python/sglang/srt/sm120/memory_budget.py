@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -134,12 +135,16 @@ def capture_sizes(batch_sizes: Sequence[int], max_requests: int) -> list[int]:
 def lower_default_fraction(server_args: ServerArgs, drafter: Any, widths: Sequence[int]) -> None:
     """Take DDTREE's memory off the default ``--mem-fraction-static``; a value of the user stays as it is.
 
-    SGLang has filled in its default already. A value that differs from it was given.
+    SGLang has filled in its default already. A value that differs from it was given, and so was one that equals it when
+    the command line has the flag.
 
     Args:
         server_args: resolved but for the fraction.
         drafter: the drafter's Hugging Face config.
         widths: rows per request of each verify width.
+
+    Raises:
+        StartupError: when the card is too small for what verification allocates.
     """
     from sglang.srt.utils.common import get_device_memory_capacity
 
@@ -149,17 +154,29 @@ def lower_default_fraction(server_args: ServerArgs, drafter: Any, widths: Sequen
     if server_args.post_capture_kv_sizing_planned():
         return  # SGLang sizes the pools of such a target by what capturing has left
     stock = server_args.mem_fraction_static
-    if stock != _stock_default(server_args, capacity_mib):
+    if _is_on_command_line() or stock != _stock_default(server_args, capacity_mib):
         return
     extra = _unreserved_bytes(server_args, drafter, widths)
     if sum(extra.values()) <= 0:
         return
     lowered = floored(stock - sum(extra.values()) / MIB / capacity_mib)
+    if lowered <= 0:
+        raise StartupError(
+            f"DDTREE: expected less than {int(stock * capacity_mib)} MiB for verification ({describe(extra)}), got "
+            f"{math.ceil(sum(extra.values()) / MIB)}; "
+            "lower --max-running-requests, --context-length or --speculative-ddtree-budget"
+        )
     server_args.mem_fraction_static = lowered
     logger.info(
         "DDTREE: %s lowered from the default %s to %s for %s; give the flag to choose another value.",
         *(FLAG, stock, lowered, describe(extra)),
     )
+
+
+def _is_on_command_line() -> bool:
+    """Whether this process was started with the flag, which argparse also takes shortened."""
+    names = (word.partition("=")[0] for word in sys.argv[1:])
+    return any(name.startswith("--mem-") and FLAG.startswith(name) for name in names)
 
 
 def _captures_decode(server_args: ServerArgs) -> bool:

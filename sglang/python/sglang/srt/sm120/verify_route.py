@@ -239,6 +239,14 @@ def workspace_of(backend: Any) -> int:
     return 0 if route is None or route.kernel is None else int(route.kernel.workspace.nbytes)
 
 
+def workspace_for(backend: Any, width: int) -> int:
+    """Bytes of the workspace that a further backend for another verify width will hold, 0 where no kernel serves."""
+    route = route_of(backend)
+    if route is None or route.kernel is None:
+        return 0
+    return workspace_bytes(width, route.kernel.max_bs, int(backend.num_head))
+
+
 def publish_routes(backends: Mapping[int, Any], labels: Mapping[str, Any]) -> None:
     """Set the gauge that says who serves verify attention; `backends` are the target's by verify width."""
     gauge = series("sglang:sm120_verify_route", labels)

@@ -160,6 +160,7 @@ def _refuse_unsupported_options(server_args: ServerArgs) -> None:
     model_config = server_args.get_model_config()
     backends = set(server_args._resolved_attention_backends())
     page_sizes = ", ".join(map(str, SUPPORTED_PAGE_SIZES))
+    fraction = server_args.mem_fraction_static
     refusals: tuple[tuple[Any, str], ...] = (
         (view.enable_dp_attention, "--enable-dp-attention is not supported; run tensor parallelism alone"),
         (server_args.pp_size != 1, f"--pp-size must be 1, got {server_args.pp_size}"),
@@ -182,6 +183,10 @@ def _refuse_unsupported_options(server_args: ServerArgs) -> None:
             (server_args.speculative_accept_threshold_single, server_args.speculative_accept_threshold_acc)
             != (1.0, 1.0),
             "accept thresholds other than 1 would change the distribution; drop --speculative-accept-threshold-*",
+        ),
+        (
+            not 0 < (0.5 if fraction is None else fraction) < 1,
+            f"--mem-fraction-static: expected more than 0 and less than 1, got {fraction}",
         ),
         (
             view.page_size not in SUPPORTED_PAGE_SIZES,

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sglang.srt.sm120.memory_budget import AttentionScratch, VerifyShape, check_room
-from sglang.srt.sm120.verify_route import drop_unread_mask, route_of, workspace_of
+from sglang.srt.sm120.verify_route import drop_unread_mask, route_of, workspace_for, workspace_of
 from sglang.srt.speculative.ddtree_args import verify_width
 from sglang.srt.speculative.ddtree_budget import BudgetController, StepCosts, request_budget
 from sglang.srt.speculative.ddtree_tree import TreeBuffers
@@ -138,9 +138,12 @@ class Ladder:
             target=AttentionScratch.of(runner.attn_backend),
             drafter=AttentionScratch.of(draft_runner.attn_backend),
         )
+        needed = shape.capture_bytes()
+        # The largest rung has its workspace already.
+        needed["workspace"] = sum(workspace_for(runner.attn_backend, rung.width) for rung in self.rungs[:-1])
         free = int(get_available_gpu_memory(runner.device, runner.gpu_id) * 2**30)
         total = int(runner.pre_model_load_memory * 2**30)
-        check_room(shape.capture_bytes(), free, runner.mem_fraction_static, total)
+        check_room(needed, free, runner.mem_fraction_static, total)
 
     def capture_smaller(self) -> None:
         """Capture the other rungs and measure them all; call when the largest and the drafter are captured."""
