@@ -12,6 +12,7 @@ import pytest
 
 from serving.server import ModelPair
 from sglang.srt.environ import envs
+from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode, get_req_to_token_extra_context_len
 from sglang.srt.server_args import ServerArgs, prepare_server_args
 from sglang.srt.sm120.startup import StartupError
 from sglang.srt.speculative import ddtree_args
@@ -44,6 +45,19 @@ def test_widths_follow_from_the_budget(demo_pair: ModelPair, budget: int) -> Non
     assert args.speculative_ddtree_budget == str(budget) and ddtree_args.budgets_of(args) == (budget,)
     assert args.speculative_dflash_block_size == BLOCK_SIZE
     assert args.speculative_num_draft_tokens == max(budget + 1, BLOCK_SIZE)
+
+
+@pytest.mark.scenario("BUG-047")
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize("budget", [1, 16, 64])
+def test_a_row_of_the_request_table_holds_what_a_step_reserves(
+    demo_pair: ModelPair, page_size: int, budget: int
+) -> None:
+    """By SGLang's own sizes: a text at the limit, two windows behind it, and the rest of the last page."""
+    args = resolve(demo_pair, "--speculative-ddtree-budget", str(budget), "--page-size", str(page_size))
+    reserve = get_alloc_reserve_per_decode(args)
+    assert reserve == 2 * max(budget + 1, BLOCK_SIZE)
+    assert get_req_to_token_extra_context_len(args) >= reserve + page_size - 1
 
 
 def test_default_budget_is_the_one_in_the_help(demo_pair: ModelPair, capsys: pytest.CaptureFixture[str]) -> None:

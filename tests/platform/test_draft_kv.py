@@ -11,8 +11,12 @@ from typing import Any
 import pytest
 import torch
 
+from models.rank_shape import write_pair
 from sglang.srt import runtime_context
+from sglang.srt.model_executor import pool_configurator
+from sglang.srt.server_args import prepare_server_args
 from sglang.srt.sm120 import memory
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 TARGET_CELL = 61 * 1152
 
@@ -97,3 +101,36 @@ def test_a_quantised_pool_holds_the_drafter_too_unless_it_runs_on_fa4(tmp_path: 
 @pytest.mark.parametrize("changes", [{"dflash": False}, {"is_draft_worker": True}])
 def test_others_keep_their_estimate(tmp_path: Path, changes: dict[str, Any]) -> None:
     assert memory.price_draft_kv(Configurator(), inputs(tmp_path, **changes), 61) == Configurator._cell_size
+
+
+@pytest.mark.scenario("BUG-055")
+@pytest.mark.parametrize("algorithm", ["DFLASH", "DDTREE"])
+def test_sglang_sizes_both_pools_by_their_own_shapes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, algorithm: str
+) -> None:
+    """Its own pool configurator, for 61 MLA layers and a drafter of 6 layers with one KV head of 128 on a rank."""
+    write_pair(tmp_path, num_layers=61)
+    args = prepare_server_args(
+        [
+            *("--model-path", str(tmp_path / "target"), "--load-format", "dummy", "--kv-cache-dtype", "bf16"),
+            *("--speculative-algorithm", algorithm, "--speculative-draft-model-path", str(tmp_path / "draft")),
+        ]
+    )
+    ranks = SimpleNamespace(attn_tp_size=1)
+    monkeypatch.setattr(runtime_context, "get_parallel", lambda: ranks)
+    monkeypatch.setattr(pool_configurator, "get_parallel", lambda: ranks)
+    kvc: Any = SimpleNamespace(
+        kv_cache_dtype_str="bf16",
+        kv_cache_dtype=torch.bfloat16,
+        model_config=args.get_model_config(),
+        server_args=args,
+        layer_info=SimpleNamespace(start_layer=0, end_layer=61, num_effective_layers=61),
+        spec_algorithm=SpeculativeAlgorithm.from_string(algorithm),
+        spec_aux_config=SimpleNamespace(dflash_draft_num_layers=6),
+        is_draft_worker=False,
+        use_mla_backend=True,
+        ps=SimpleNamespace(pp_size=1),
+    )
+    token = TARGET_CELL + 2 * 6 * 128 * 2
+    pools = pool_configurator.DefaultPoolConfigurator(kvc).calculate_pool_sizes(1000 * token + token // 2, 1)
+    assert pools.max_total_num_tokens == 1000

@@ -23,8 +23,8 @@ from sglang.srt.server_args import ServerArgs, prepare_server_args
 from sglang.srt.sm120 import memory_budget, verify_route
 from sglang.srt.sm120.memory_budget import AttentionScratch, VerifyShape, capture_sizes, check_room
 from sglang.srt.sm120.startup import StartupError
-from sglang.srt.speculative.ddtree_args import _load_drafter_config
 from sglang.srt.speculative import ddtree_ladder
+from sglang.srt.speculative.ddtree_args import _load_drafter_config
 from sglang.srt.speculative.ddtree_ladder import Ladder
 from sglang.srt.speculative.eagle_utils import TreeMaskMode
 from sglang.srt.utils import common

@@ -47,7 +47,7 @@ def send(server: Server, body: dict[str, Any], abort_after: float | None) -> int
     return int(response.json()["meta_info"]["completion_tokens"]) if response.status_code == 200 else 0
 
 
-def check_metrics(text: str) -> None:
+def check_metrics(text: str, budget: int) -> None:
     """DDTREE's series are there after the load, and none is out of its range."""
     values: dict[str, float] = {}
     for family in text_string_to_metric_families(text):
@@ -55,23 +55,37 @@ def check_metrics(text: str) -> None:
     verified, accepted = (values[f"sglang:spec_tree_nodes_{kind}_total"] for kind in ("verified", "accepted"))
     assert 0 < accepted < verified
     assert values["sglang:spec_accepted_depth_sum"] == accepted
-    assert values["sglang:spec_accepted_depth_count"] == verified / DEFAULT_BUDGET
+    assert values["sglang:spec_accepted_depth_count"] == verified / budget
     assert 0 <= values["sglang:spec_accept_rate"] <= 1
     assert values["sglang:spec_accept_length"] >= 1
 
 
-def small_pool(serve: Callable[..., Server], algorithm: str | None, page_size: int) -> Server:
+def small_pool(
+    serve: Callable[..., Server], algorithm: str | None, page_size: int, *flags: str, tokens: int = POOL_TOKENS
+) -> Server:
     """A server whose pool is too small for the load, under the strict check."""
     return serve(
         algorithm,
-        *("--page-size", str(page_size), "--max-total-tokens", str(POOL_TOKENS), "--enable-metrics"),
+        *("--page-size", str(page_size), "--max-total-tokens", str(tokens), "--enable-metrics", *flags),
         environment={"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1", "SGLANG_TEST_RETRACT": "1"},
     )
 
 
 @pytest.mark.parametrize(("page_size", "num_requests"), [(1, 300), (16, 100)])
 def test_pool_returns_to_its_start(serve: Callable[..., Server], page_size: int, num_requests: int) -> None:
-    server = small_pool(serve, "DDTREE", page_size)
+    load_and_empty(small_pool(serve, "DDTREE", page_size), page_size, num_requests, DEFAULT_BUDGET, POOL_TOKENS - 160)
+
+
+@pytest.mark.scenario("BUG-046")
+def test_pool_of_large_pages_returns_to_its_start(serve: Callable[..., Server]) -> None:
+    """With the largest tree a step reserves more than two pages of the largest size."""
+    tokens = 2 * POOL_TOKENS
+    server = small_pool(serve, "DDTREE", 64, "--speculative-ddtree-budget", "64", tokens=tokens)
+    load_and_empty(server, page_size=64, num_requests=24, budget=64, longest=tokens - 320)
+
+
+def load_and_empty(server: Server, page_size: int, num_requests: int, budget: int, longest: int) -> None:
+    """Mixed load; afterwards an answer of `longest` tokens must find its slots."""
     rng = random.Random(page_size)
     jobs = [(make_request(rng, n), rng.uniform(0.0, 0.6) if rng.random() < 0.25 else None) for n in range(num_requests)]
     with ThreadPoolExecutor(CONCURRENCY) as pool:
@@ -79,12 +93,12 @@ def test_pool_returns_to_its_start(serve: Callable[..., Server], page_size: int,
     assert sum(lengths) > num_requests, "most requests must have run"
     assert server.running and "Traceback" not in server.output(), server.tail()
     assert "retract" in server.output().lower(), "the load was meant to force retractions"
-    check_metrics(requests.get(f"{server.url}/metrics", timeout=60).text)
+    check_metrics(requests.get(f"{server.url}/metrics", timeout=60).text, budget)
     assert requests.post(f"{server.url}/flush_cache", timeout=60).status_code == 200, "nothing may still hold a slot"
 
     # After a flush a request that needs nearly the whole pool must fit, which a lost slot would prevent.
-    answer = generate(server, "x", max_new_tokens=POOL_TOKENS - 160, ignore_eos=True)
-    assert answer["meta_info"]["completion_tokens"] == POOL_TOKENS - 160
+    answer = generate(server, "x", max_new_tokens=longest, ignore_eos=True)
+    assert answer["meta_info"]["completion_tokens"] == longest
     assert server.running, server.tail()
 
 

@@ -170,11 +170,12 @@ def stream_completion(server: Server, case: Case) -> tuple[str, str, int]:
     return "".join(choice.text for choice in choices), reasons[0], parts[-1].usage.completion_tokens
 
 
+@pytest.mark.scenario("BUG-053")
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_nothing_after_the_end_stays_in_the_prefix_cache(
     serve: Callable[..., Server], cases: list[Case], tokenizer: PreTrainedTokenizerBase, algorithm: str | None
 ) -> None:
-    """BUG-053: a prompt that goes on where the run went on is cached up to the end of the answer, not beyond.
+    """A prompt that goes on where the run went on is cached up to the end of the answer, not beyond.
 
     The last token of an answer has no KV of its own, unless plain decoding has already begun the step after it.
     """

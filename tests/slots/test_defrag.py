@@ -79,6 +79,7 @@ def random_program(seed: int, length: int) -> Program:
     return [(chance.choice(STEPS), chance.randrange(2**16)) for _ in range(length)]
 
 
+@pytest.mark.scenario("BUG-045")
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(STEPS), st.integers(0, 2**16)), min_size=10, max_size=60))
 def test_any_program_keeps_every_row(program: Program) -> None:
