@@ -218,6 +218,41 @@ def test_sampled_trees_run(serve: Serve, prompts: list[str]) -> None:
     assert all(len(text) == NEW_TOKENS for text in texts)
 
 
+@pytest.mark.scenario("BUG-051")
+def test_rows_move_before_captured_steps(serve: Serve, prompts: list[str]) -> None:
+    """Every step moves rows of the real pools, which are compared in all layers; a difference ends the server.
+
+    One request at a time nothing else is in the batch: then a text is the same to the token with and without moves.
+    """
+
+    def alone(environment: dict[str, str], *flags: str) -> tuple[Server, Texts]:
+        server = serve("DDTREE", *GRAPH_FLAGS, *flags, environment=environment)
+        requests.post(f"{server.url}/flush_cache", timeout=60).raise_for_status()
+        return server, answers(server, prompts[:20], 1)
+
+    expected = alone(KERNEL)[1]
+    moving = KERNEL | {"SGLANG_SM120_DEFRAG": "auto", "SGLANG_SM120_DEFRAG_CHECK": "1"}
+    server, texts = alone(moving, "--enable-metrics")
+    assert texts == expected
+
+    def send(number: int) -> None:
+        """Half of the prompts begin alike; every fourth request is aborted."""
+        text = prompts[0] + prompts[number] if number % 2 else prompts[number]
+        body = {"text": text, "rid": f"moving-{number}", "sampling_params": {"max_new_tokens": 200, "ignore_eos": True}}
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(requests.post, f"{server.url}/generate", json=body, timeout=300)
+            if number % 4 == 3:
+                requests.post(f"{server.url}/abort_request", json={"rid": body["rid"]}, timeout=60)
+            assert answer.result().status_code in (200, 499, 503)
+
+    with ThreadPoolExecutor(7) as pool:
+        list(pool.map(send, range(60)))
+    text = requests.get(f"{server.url}/metrics", timeout=60).text
+    (moved,) = re.findall(r"^sglang:sm120_defrag_rows_moved_total{[^}]*} ([\d.e+]+)", text, re.MULTILINE)
+    assert float(moved) > 0
+    assert server.running and "Traceback" not in server.output(), server.tail()
+
+
 def test_adjusted_requests_run(serve: Serve, prompts: list[str]) -> None:
     """Grammars, biases and penalties adjust the logits of captured passes on the device, as in plain decoding."""
     flags = [flag if flag != "none" else "xgrammar" for flag in GRAPH_FLAGS]
