@@ -159,6 +159,13 @@ def test_readme_has_the_cpu_s_speed() -> None:
     assert text in page("README.md")
 
 
+def test_readme_has_what_neighbouring_slots_are_worth() -> None:
+    gains = results("scripts/bench/results/h200/host_path.json")["defrag"]
+    call, step = max(gains["percent_of_a_call"].values()), gains["percent_of_a_step"]["65536x1"]
+    text = " ".join(page("README.md").split())
+    assert f"save the kernel at most {call} % of a call, {step} % of a step at 64k" in text
+
+
 def test_readme_has_the_last_soak() -> None:
     run = results("tests/serving/results/soak.json")["runs"][-1]
     assert run["texts_different"] == 0

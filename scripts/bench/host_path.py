@@ -31,13 +31,17 @@ def per_step(rows: list[dict[str, Any]], figure: str) -> dict[str, dict[str, flo
     return found
 
 
-def slot_gains(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Percent of a call that whole contexts in neighbouring slots save, by context and requests."""
-    us = {(row["context"], row["bs"], row["run"]): row["us"] for row in rows}
+def slot_gains(slots: list[dict[str, Any]], steps: list[dict[str, Any]], layers: int) -> dict[str, dict[str, float]]:
+    """Percent of a call, and of the fork's whole step, that contexts in neighbouring slots save, by context and requests."""
+    us = {(row["context"], row["bs"], row["run"]): row["us"] for row in slots}
+    calls = {(context, batch): us[context, batch, 1] for context, batch, run in us if run == "whole"}
+    saved = {key: call - us[*key, "whole"] for key, call in calls.items()}
+    whole = {(row["context"], row["concurrency"]): row["step_us"] for row in steps if row["label"] == FORK}
     return {
-        f"{context}x{batch}": round(100 * (1 - us[context, batch, "whole"] / us[context, batch, 1]), 1)
-        for context, batch, run in us
-        if run == "whole"
+        "percent_of_a_call": {f"{c}x{b}": round(100 * saved[c, b] / calls[c, b], 1) for c, b in calls},
+        "percent_of_a_step": {
+            f"{c}x{b}": round(100 * layers * saved[c, b] / whole[c, b], 1) for c, b in calls if (c, b) in whole
+        },
     }
 
 
@@ -47,7 +51,8 @@ def gather(folder: Path) -> dict[str, Any]:
     calls, slots, steps = read(kernel / "step.json"), read(kernel / "slots.json"), read(folder / "steps.json")
     (line,) = (text for text in read(folder / "decode.json")["env"]["start_up"][FORK] if "workspace" in text)
     sizes = re.search(r"workspace (\d+) bytes, compact mask (\d+) bytes", line)
-    assert sizes, line
+    layers = re.search(r"(\d+) layers", steps["env"]["model"])
+    assert sizes and layers, line
     return {
         "env": {"decode": steps["env"], "kernel": calls["env"]},
         "call_us": round(calls["host_prepared_us"], 1),
@@ -57,7 +62,7 @@ def gather(folder: Path) -> dict[str, Any]:
         "copies_per_step": per_step(steps["rows"], "copies_per_step"),
         "workspace_bytes_bs8_t9": int(sizes[1]),
         "mask_bytes_bs8_t9": int(sizes[2]),
-        "defrag": {"percent_of_a_call": slot_gains(slots["rows"])},
+        "defrag": slot_gains(slots["rows"], steps["rows"], int(layers[1])),
     }
 
 
