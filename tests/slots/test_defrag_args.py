@@ -95,6 +95,19 @@ def test_series_count_rows_and_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert value("defrag_rows_moved_total") == 70
 
 
+def test_a_name_that_a_client_chose_cannot_begin_a_line_of_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_SM120_DEFRAG", "off")
+    server = ToyServer()
+    req = server.admit([1] * 30)
+    assert req is not None
+    req.rid = "request\n\x1b[31m\u2028"
+    defragmenter = Defragmenter(server.runner(server.pools[0]), server.runner(server.pools[1]), None)
+    monkeypatch.setattr(defrag, "MEASURE_EVERY", 2)
+    for _ in range(2):
+        defragmenter.before_step(server.batch())
+    assert defragmenter.describe() == "kv run length: 30.0 (t\\n\\x1b[31m\\u2028=30.0), "
+
+
 def test_without_requests_there_is_nothing_to_describe(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_SM120_DEFRAG", "off")
     server = ToyServer()

@@ -200,7 +200,8 @@ class Defragmenter:
         if not self._runs:
             return ""
         by_request = sorted((length / runs, rid) for rid, (length, runs) in self._runs.items())
-        shown = " ".join(f"{rid[:8]}={run:.1f}" for run, rid in by_request[:SHOWN_REQUESTS])
+        # Clients choose these names: ends tell them apart, and nothing in them may begin a line of the log.
+        shown = " ".join(f"{ascii(rid[-8:])[1:-1]}={run:.1f}" for run, rid in by_request[:SHOWN_REQUESTS])
         return f"kv run length: {self.run_length():.1f} ({shown}), "
 
     # ---------------------------------------------------------------- moves
