@@ -115,6 +115,7 @@ def test_kimi_in_int4_on_eight_cards_of_96_gib(plan: ModuleType) -> None:
     assert result["context_per_request"] > 32_768
 
 
+@pytest.mark.scenario("BUG-054")
 @pytest.mark.parametrize("quantisation", [None, INT4])
 def test_the_fraction_gives_the_pools_what_was_planned(
     plan: ModuleType, monkeypatch: pytest.MonkeyPatch, quantisation: dict[str, Any] | None
