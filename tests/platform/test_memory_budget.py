@@ -176,7 +176,9 @@ def test_a_default_leaves_what_verification_needs(demo_pair: ModelPair, monkeypa
     args = on_a_card(demo_pair, monkeypatch)
     stock = args.mem_fraction_static
     monkeypatch.setattr(verify_route, "kernel_is_asked_for", lambda: True)
-    monkeypatch.setattr(verify_route, "_num_splits_and_bytes", lambda bs, width, heads: (1, bs * width * 2**20))
+    monkeypatch.setattr(
+        verify_route, "_plan", lambda bs, width, heads: SimpleNamespace(workspace_bytes=bs * width * 2**20)
+    )
     monkeypatch.setattr(memory_budget.logger, "info", lambda text, *values: lines.append(text % values))
     memory_budget.lower_default_fraction(args, _load_drafter_config(args), [17])
     lowered = args.mem_fraction_static
@@ -244,6 +246,6 @@ def test_a_shape_beyond_the_kernel_s_limits_needs_no_workspace(monkeypatch: pyte
         raise ValueError("batch size: expected 1 to 128, got 129")
 
     monkeypatch.setattr(verify_route, "kernel_is_asked_for", lambda: True)
-    monkeypatch.setattr(verify_route, "_num_splits_and_bytes", refuse)
+    monkeypatch.setattr(verify_route, "_plan", refuse)
     args = SimpleNamespace(use_mla_backend=lambda: True)
     assert memory_budget._workspace_bytes(args, SHAPE, 129) == 0

@@ -73,7 +73,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (major, minor))
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "a card")
-        monkeypatch.setattr(verify_route, "_num_splits_and_bytes", lambda bs, width, heads: (16, bs * 1024))
+        monkeypatch.setattr(verify_route, "_plan", planned)
         monkeypatch.setattr(verify_route, "_algorithm_name", lambda: "DDTREE")
         graph = SimpleNamespace(cuda_graph_config=SimpleNamespace(decode=SimpleNamespace(bs=[1, 2, 4])))
         monkeypatch.setattr(runtime_context, "get_exec", lambda: SimpleNamespace(graph=graph))
@@ -81,6 +81,10 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setitem(sys.modules, "sgl_kernel_sm120", kernels)
 
     return pretend
+
+
+def planned(bs: int, width: int, heads: int) -> SimpleNamespace:
+    return SimpleNamespace(num_splits=16 // bs, workspace_bytes=bs * 1024, block_rows=32 if bs < 4 else 64)
 
 
 def is_supported(*, batch_size: int, kv_dtype: torch.dtype, **_: Any) -> str | None:
@@ -107,6 +111,22 @@ def test_auto_takes_the_kernel_on_sm120(card: Any, monkeypatch: pytest.MonkeyPat
     assert route is not None and route.kernel is not None and route.reason is None and route.reads_compact_mask
     assert route.kernel.workspace.numel() == MAX_BS * 1024
     assert route.kernel.compact_indptr.tolist() == [b * WIDTH * WIDTH for b in range(MAX_BS + 1)]
+
+
+def test_the_log_says_what_was_chosen(
+    card: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(MODE_VARIABLE, "validate")
+    card(12, 1)
+    caplog.set_level("INFO")
+    target = backend()
+    assert route_of(target) is route_of(target)
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line == (
+        "Verify attention: mla_tree_verify beside Triton (validate) on a card (compute capability 12.1), 8 heads, 9 rows "
+        "per request; splits by batch size 1: 16, 2: 8, 4: 4; blocks of 32 and 64 rows; workspace 4096 bytes, "
+        "compact mask 324 bytes."
+    )
 
 
 def test_auto_leaves_other_cards_alone(card: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,13 +237,13 @@ def test_a_missing_library_is_named(card: Any, monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_library_that_cannot_be_loaded_is_named(card: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The package can be imported without its library, or with one of another version."""
-    ask_the_package = verify_route._num_splits_and_bytes
+    ask_the_package = verify_route._plan
     card(12)
 
     def plan(*shape: int) -> Any:
         raise ImportError("lib.so: expected interface version 2, got 1; reinstall sgl-kernel-sm120")
 
-    monkeypatch.setattr(verify_route, "_num_splits_and_bytes", ask_the_package)
+    monkeypatch.setattr(verify_route, "_plan", ask_the_package)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=188))
     monkeypatch.setitem(sys.modules, "sgl_kernel_sm120", SimpleNamespace(is_supported=is_supported, plan=plan))

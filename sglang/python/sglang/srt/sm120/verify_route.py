@@ -23,6 +23,7 @@ from sglang.srt.sm120.verify_compare import VerifyComparison, shared_comparison
 from sglang.srt.speculative.ddtree_algorithm import is_ddtree
 
 if TYPE_CHECKING:
+    from sgl_kernel_sm120 import Plan
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
@@ -230,7 +231,7 @@ def workspace_bytes(width: int, max_bs: int, num_heads: int) -> int:
 
     Errors: ImportError without the library, ValueError for a shape beyond its limits.
     """
-    return max(_num_splits_and_bytes(bs, width, num_heads)[1] for bs in range(1, max_bs + 1))
+    return max(_plan(bs, width, num_heads).workspace_bytes for bs in range(1, max_bs + 1))
 
 
 def workspace_of(backend: Any) -> int:
@@ -265,13 +266,12 @@ def _is_sm120() -> bool:
     return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 12
 
 
-def _num_splits_and_bytes(bs: int, width: int, num_heads: int) -> tuple[int, int]:
+def _plan(bs: int, width: int, num_heads: int) -> Plan:
     from sgl_kernel_sm120 import plan
 
-    planned = plan(
-        bs, width, num_heads, torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
-    )
-    return planned.num_splits, planned.workspace_bytes
+    num_sms = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+    planned: Plan = plan(bs, width, num_heads, num_sms)
+    return planned
 
 
 def _allocate_kernel(backend: Any, width: int, max_bs: int) -> Kernel:
@@ -290,21 +290,18 @@ def _allocate_kernel(backend: Any, width: int, max_bs: int) -> Kernel:
 def _log_choice(backend: Any, mode: VerifyMode, kernel: Kernel) -> None:
     from sglang.srt.runtime_context import get_exec
 
-    buckets = get_exec().graph.cuda_graph_config.decode.bs or [1]
-    splits = ", ".join(
-        f"{bs}: {_num_splits_and_bytes(bs, kernel.width, backend.num_head)[0]}"
-        for bs in sorted(buckets)
-        if bs <= kernel.max_bs
-    )
+    sizes = sorted(bs for bs in get_exec().graph.cuda_graph_config.decode.bs or [1] if bs <= kernel.max_bs)
+    plans = {bs: _plan(bs, kernel.width, backend.num_head) for bs in sizes}
     logger.info(
         "Verify attention: mla_tree_verify%s on %s (compute capability %d.%d), %d heads, %d rows per request; splits by "
-        "batch size %s; workspace %d bytes, compact mask %d bytes.",
+        "batch size %s; blocks of %s rows; workspace %d bytes, compact mask %d bytes.",
         " beside Triton (validate)" if mode is VerifyMode.VALIDATE else "",
         torch.cuda.get_device_name(backend.device),
         *torch.cuda.get_device_capability(backend.device),
         backend.num_head,
         kernel.width,
-        splits,
+        ", ".join(f"{bs}: {planned.num_splits}" for bs, planned in plans.items()),
+        " and ".join(map(str, sorted({planned.block_rows for planned in plans.values()}))),
         kernel.workspace.numel(),
         kernel.max_bs * kernel.width**2,
     )
