@@ -18,6 +18,7 @@ import pytest
 import requests
 import torch
 from demo_models import load_pair
+from grouped_query_target import PROMPTS, write_target
 from near_ties import NearTies
 from rank_shape import write_pair
 from tokenizers import Tokenizer
@@ -153,6 +154,18 @@ def test_every_step_replays_a_graph(serve: Serve, prompts: list[str]) -> None:
         answers(server, prompts[: 2 * live], live)
     lines = re.findall(r"Decode batch.*cuda graph: (\w+)", server.output())
     assert lines and set(lines) == {"True"}, lines
+
+
+@pytest.mark.scenario("BUG-013")
+def test_captured_sizes_replay_without_padding(serve: Serve, prompts: list[str]) -> None:
+    """Where batches are not padded, those of captured sizes still have their graph, and the others do without."""
+    server = serve("DDTREE", *GRAPH_FLAGS, "--disable-cuda-graph-padding", environment=KERNEL)
+    for live in (1, 2, 3, 4, 8):
+        answers(server, prompts[: 4 * live], live)
+    lines = re.findall(r"Decode batch, #running-req: (\d+).*cuda graph: (\w+)", server.output())
+    sizes = Counter((int(size) in (1, 2, 4, 8), graph) for size, graph in lines)
+    assert sizes[True, "True"] > 4 and sizes[False, "False"] > 0, sizes
+    assert not sizes[True, "False"] and not sizes[False, "True"], sizes
 
 
 @pytest.mark.scenario("BUG-001", "BUG-002", "BUG-003", "BUG-004", "BUG-007", "BUG-011")
@@ -300,9 +313,11 @@ def test_log_probabilities_are_the_models(serve: Serve, prompts: list[str], demo
     assert sorted(errors)[len(errors) // 2] < 0.05 and sorted(errors)[len(errors) * 9 // 10] < 0.3, sorted(errors)[-20:]
 
 
-def test_a_step_never_waits_for_the_device(serve: Serve, prompts: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("budget", ["16", "auto"])
+def test_a_step_never_waits_for_the_device(serve: Serve, prompts: list[str], tmp_path: Path, budget: str) -> None:
     """From the host's trace of decode steps: results are copied to pinned memory and awaited by their event alone."""
-    server = serve("DDTREE", *GRAPH_FLAGS, environment=KERNEL)
+    flags = () if budget == "16" else ("--speculative-ddtree-budget", budget)
+    server = serve("DDTREE", *GRAPH_FLAGS, *flags, environment=KERNEL)
     with ThreadPoolExecutor(3) as pool:
         running = [pool.submit(generate, server, prompt, max_new_tokens=3000) for prompt in prompts[:3]]
         while f"#running-req: {len(running)}" not in server.tail(5):
@@ -359,6 +374,26 @@ def test_eagle_trees_are_verified_by_the_kernel(prompts: list[str], tmp_path: Pa
     with Server(tmp_path / "server.log", *flags, *GRAPH_FLAGS, environment=environment) as server:
         answers(server, prompts[:40], 5)
         assert compared_layers(server) > 500
+
+
+def test_a_target_without_mla_is_served_by_triton(demo_pair: ModelPair, tmp_path: Path) -> None:
+    """Keys and values in two pools, in graphs. A wrong mask or a wrong row of the cache would part nearly all texts."""
+    target = tmp_path / "target"
+    target.mkdir()
+    write_target(target, demo_pair.target)
+    flags = ("--dtype", "float32", *GRAPH_FLAGS)
+    texts = []
+    for algorithm in (None, "DDTREE"):
+        arguments = ModelPair(target, demo_pair.draft).arguments(algorithm)
+        with Server(tmp_path / f"{algorithm}.log", *arguments, *flags) as server, ThreadPoolExecutor(7) as pool:
+            found = list(pool.map(lambda ids: ask(server, ids, max_new_tokens=24, ignore_eos=True), PROMPTS))
+            output = server.output()
+        texts.append([answer["output_ids"] for answer in found])
+    assert sum(one == other for one, other in zip(*texts, strict=True)) >= len(PROMPTS) * 5 // 6
+    lengths = [answer["meta_info"]["spec_accept_length"] for answer in found]
+    assert sum(lengths) / len(lengths) > 1.2, "drafts must be accepted for this test to say anything"
+    assert output.count("Verify attention: SGLang's Triton kernel, because") == 1
+    assert set(re.findall(r"Decode batch.*cuda graph: (\w+)", output)) == {"True"}
 
 
 def test_auto_gives_the_chains_text(

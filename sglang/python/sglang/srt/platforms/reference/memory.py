@@ -16,6 +16,11 @@ Ints = torch.Tensor
 class ReferenceMHATokenToKVPool(MHATokenToKVPool):
     """Keys and values of ordinary attention, each ``[slots, kv_heads, head_dim]`` per layer."""
 
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        # By indexing: the other way to move rows is a device kernel.
+        self.use_native_move_kv_cache = True
+
 
 class ReferenceMLATokenToKVPool(MLATokenToKVPool):
     """Latent rows of MLA, ``[slots, 1, kv_lora_rank + qk_rope_head_dim]`` per layer."""
