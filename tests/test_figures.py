@@ -117,29 +117,41 @@ def test_the_claim_at_the_top_is_the_longest_context() -> None:
     assert f"takes {stock} ms on an H200" in letter and f"takes {fork} ms with it" in letter
 
 
-def accept_lengths() -> dict[str, tuple[str, str]]:
-    """Tokens per step of chain and trees: on the checkpoints alone, and served."""
-    alone = results("tests/models/demo/figures.json")["evaluation"]
-    served = {row["label"]: row["accept_length"] for row in results("tests/serving/results/cpu_decode.json")["rows"]}
-    trees = {f"DDTree, {nodes} nodes": (nodes, f"tree-{nodes}") for nodes in ("16", "64")}
-    found = {name: (alone["tree_accept_length"][nodes], served[label]) for name, (nodes, label) in trees.items()}
-    found["DFLASH chain"] = alone["chain_accept_length"], served["chain"]
-    return {name: (f"{first:.2f}", f"{second:.2f}") for name, (first, second) in found.items()}
+@pytest.mark.parametrize(
+    "document, heading, name",
+    [
+        ("README.md", "tokens/s, demo pair", "tests/serving/results/h200_decode.json"),
+        ("sglang/DDTREE.md", "tokens/s, rank shape", "tests/serving/results/h200_decode_rank.json"),
+    ],
+)
+def test_curves_over_budgets(document: str, heading: str, name: str) -> None:
+    """Each measured budget has its row, losses included, by 1, 8 and 32 streams."""
+    rows = results(name)["rows"]
+    below = page(document).partition(f"| {heading} |")[2].partition("\n\n")[0].splitlines()[2:]
+    assert len(below) == len(rows) / 3 and [row["concurrency"] for row in rows[:3]] == [1, 8, 32]
+    for line, first in zip(below, range(0, len(rows), 3), strict=True):
+        budget = rows[first]["label"].removeprefix("tree-")
+        label = {"chain": "chain", "auto": "`auto`"}.get(budget, f"{budget} nodes")
+        speeds = " | ".join(f"{row['tok_s']:,.0f}" for row in rows[first : first + 3])
+        assert line.startswith(f"| {label} | {speeds} |")
+        if document == "README.md":
+            assert line.endswith(f"| {rows[first]['accept_length']:.2f} |")
 
 
-def test_readme_tells_accept_lengths_without_and_with_a_server() -> None:
-    for name, lengths in accept_lengths().items():
-        assert cells("README.md", name) == [[name, *lengths]]
-    prompts = results("tests/models/demo/figures.json")["evaluation"]["prompts"]
-    heading = f"| tokens per step, greedy | without a server, {prompts} prompts | served on the CPU, 24 prompts |"
-    assert heading in page("README.md")
-    assert "\nNUM_PROMPTS = 24\n" in page("tests/serving/measure_decode.py")
+def test_the_claim_of_one_stream() -> None:
+    alone = {
+        row["label"]: f"{row['tok_s']:,.0f}" for row in results("tests/serving/results/h200_decode.json")["rows"][::3]
+    }
+    (claim,) = cells("README.md", "one stream, demo pair, H200")
+    assert claim[1].startswith(f"{alone['chain']} tokens/s (DFLASH") and claim[2].startswith(
+        f"{alone['tree-auto']} tokens/s"
+    )
 
 
 def test_the_claims_of_accept_lengths_are_those_without_a_server() -> None:
-    chain, tree, large = (
-        accept_lengths()[name][0] for name in ("DFLASH chain", *(f"DDTree, {n} nodes" for n in (16, 64)))
-    )
+    alone = results("tests/models/demo/figures.json")["evaluation"]
+    lengths = alone["chain_accept_length"], *(alone["tree_accept_length"][nodes] for nodes in ("16", "64"))
+    chain, tree, large = (f"{length:.2f}" for length in lengths)
     (row,) = cells("README.md", "tokens per step, demo pair, greedy, without a server")
     assert row[1:] == [f"{chain} (DFLASH chain)", f"{tree} (DDTree, 16 nodes), {large} (64 nodes)"]
     letter = " ".join(page("patches/covers/ddtree.md").split())
