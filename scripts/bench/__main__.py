@@ -199,7 +199,7 @@ def hold(url: str, ids: list[int], running: threading.Barrier, done: threading.E
     raise SystemExit(f"{url}: a stream of {HELD_TOKENS} tokens ended before the trace was there")
 
 
-def trace(server: Server, ids: list[int], concurrency: int) -> dict[str, float]:
+def trace(server: Server, ids: list[int], concurrency: int) -> dict[str, Any]:
     """What steps cost while `concurrency` streams decode behind the same prompt."""
     running, done = threading.Barrier(concurrency + 1, timeout=TRACE_TIMEOUT_SECONDS), threading.Event()
     folder = Path(tempfile.mkdtemp(dir=server.log.parent))

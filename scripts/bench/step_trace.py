@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,11 @@ from typing import Any
 LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx", "cudaGraphLaunch")
 COPIES = ("cudaMemcpyAsync", "cudaMemsetAsync")
 WAITS = ("cudaEventSynchronize", "cudaStreamSynchronize", "cudaDeviceSynchronize")
+NUM_NAMES = 12
 HOST, DEVICE = ("cuda_runtime", "cuda_driver"), ("kernel", "gpu_memcpy", "gpu_memset")
 
 
-def summarise(events: Iterable[dict[str, Any]], graphs_per_step: int) -> dict[str, float]:
+def summarise(events: Iterable[dict[str, Any]], graphs_per_step: int) -> dict[str, Any]:
     """Averages over the whole steps between the first and the last graph launch of a trace.
 
     Args:
@@ -25,7 +27,8 @@ def summarise(events: Iterable[dict[str, Any]], graphs_per_step: int) -> dict[st
     Returns, per step:
         step_us, of which step_host_us is not spent waiting for the device; launches_per_step (graphs count as one) and
         copies_per_step as the host asks for them; copied_bytes_per_step, kernels_per_step and device_idle_percent on
-        the device, which begins with the second step: it is still busy with the step before the trace in the first.
+        the device, which begins with the second step: it is still busy with the step before the trace in the first;
+        device_us, microseconds by name of those kernels and copies that take the most together.
 
     Raises:
         ValueError: when the trace holds fewer than two whole steps.
@@ -56,7 +59,16 @@ def summarise(events: Iterable[dict[str, Any]], graphs_per_step: int) -> dict[st
         "copied_bytes_per_step": round(copied / (steps - 1)),
         "kernels_per_step": round(sum(event["cat"] == "kernel" for event in ran) / (steps - 1), 1),
         "device_idle_percent": round(100 * (1 - _covered(ran, starts[1], end) / (end - starts[1])), 2),
+        "device_us": _longest(ran, steps - 1),
     }
+
+
+def _longest(events: list[dict[str, Any]], steps: int) -> dict[str, float]:
+    """Microseconds a step by name, the longest first; what templates take is no part of a name."""
+    total: Counter[str] = Counter()
+    for event in events:
+        total[event["name"].partition("<")[0].removeprefix("void ")] += event["dur"]
+    return {name: round(duration / steps, 1) for name, duration in total.most_common(NUM_NAMES)}
 
 
 def _covered(events: list[dict[str, Any]], begin: float, end: float) -> float:

@@ -28,7 +28,7 @@ def step(begin: float) -> list[dict[str, Any]]:
         event("cuda_runtime", "cudaEventSynchronize", 100, 300),
         event("cpu_op", "aten::add", 10, 5),
         event("kernel", "draft", 0, 200),
-        event("kernel", "verify", 100, 500),  # overlaps the other: counted once
+        event("kernel", "void verify<32>", 100, 500),  # overlaps the other: counted once
         event("gpu_memcpy", "Memcpy DtoH", 650, 300, bytes=640),
         event("gpu_memset", "Memset", 960, 20),
     ]
@@ -46,6 +46,7 @@ def test_figures_are_those_of_whole_steps() -> None:
         "copied_bytes_per_step": 640,
         "kernels_per_step": 2.0,
         "device_idle_percent": 8.0,
+        "device_us": {"verify": 500.0, "Memcpy DtoH": 300.0, "draft": 200.0, "Memset": 20.0},
     }
 
 
