@@ -26,10 +26,13 @@ REPO_ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPO_ROOT / "tests"))
 
 from serving.server import ModelPair, Server, generate
+from sglang.srt.speculative.ddtree_args import LENGTHS_VARIABLE
+from sglang.srt.speculative.ddtree_budget import auto_budgets
 
 NUM_PROMPTS = 24
 NEW_TOKENS = 96
 DEMO = REPO_ROOT / "tests" / "models" / "demo"
+AUTO_CHOICES = auto_budgets(json.loads((DEMO / "draft" / "config.json").read_text())["block_size"])
 CONFIGURATIONS: dict[str, tuple[str | None, tuple[str, ...]]] = {
     "plain": (None, ()),
     "chain": ("DFLASH", ()),
@@ -60,7 +63,10 @@ def measure(server: Server, prompts: list[str], concurrency: int, new_tokens: in
 def make_server(label: str, log: Path, pair: ModelPair, flags: list[str], forced: dict[str, str]) -> Server:
     """A server of one configuration that is yet to be started; `forced` has accept lengths by label, or nothing."""
     algorithm, own = CONFIGURATIONS[label]
-    simulation = {"SGLANG_SIMULATE_ACC_LEN": forced[label]} if forced else None
+    simulation = None
+    if forced:
+        variable = LENGTHS_VARIABLE if label == "tree-auto" else "SGLANG_SIMULATE_ACC_LEN"
+        simulation = {variable: forced[label]}
     return Server(log, *pair.arguments(algorithm), *own, *flags, environment=simulation)
 
 
@@ -93,6 +99,7 @@ def main() -> None:
     if options.accept_lengths:
         found = json.loads(options.accept_lengths.read_text())["rows"]
         forced = {row["label"]: str(row["accept_length"]) for row in found if row["concurrency"] == 1}
+        forced["tree-auto"] = ",".join(forced[f"tree-{budget}"] for budget in AUTO_CHOICES)
     labels, concurrencies = options.labels.split(","), [int(number) for number in options.concurrency.split(",")]
     rows = []
     with contextlib.ExitStack() as stack:

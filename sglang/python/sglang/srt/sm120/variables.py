@@ -54,6 +54,13 @@ VARIABLES = (
         "unset",
         "For tests of moves: every decode step moves rows, which are compared in all layers. Slow.",
     ),
+    Variable(
+        "SGLANG_SM120_SIMULATE_ACC_LENS",
+        "one number for each budget, as in 4.7,5.4,5.9",
+        "unset",
+        "For benchmarks on dummy weights: forces so many tokens per step for each budget of DDTREE, ascending, as "
+        "`SGLANG_SIMULATE_ACC_LEN` does for all. The text means nothing.",
+    ),
 )
 
 

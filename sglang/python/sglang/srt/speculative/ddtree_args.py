@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+LENGTHS_VARIABLE = "SGLANG_SM120_SIMULATE_ACC_LENS"
 MIN_BUDGET = 1
 MAX_BUDGET = 64
 # Of 7, 16, 32 and 64 nodes the fastest single stream on the demo pair with its block of 8
@@ -52,6 +53,7 @@ def resolve_server_args(server_args: ServerArgs) -> None:
     """
     from sglang.srt.arg_groups import speculative_hook
     from sglang.srt.arg_groups.overrides import resolved_view
+    from sglang.srt.speculative.ddtree_simulate import simulated_lengths
 
     asked = _parse_budget(server_args.speculative_ddtree_budget)
     _refuse_unsupported_options(server_args)
@@ -63,6 +65,7 @@ def resolve_server_args(server_args: ServerArgs) -> None:
         raise StartupError(
             "--speculative-ddtree-budget: auto measures the cost of a step on decode CUDA graphs, which are off; give a number"
         )
+    simulated_lengths(budgets, block_size)  # refuses what it cannot force
     budget = budgets[-1]
     width = verify_width(budget, block_size)
     for flag, value, expected in (
@@ -110,8 +113,8 @@ def check_early(server_args: ServerArgs) -> None:
     """What must be checked, or set, before anything else reads the drafter's config, for every algorithm.
 
     Raises:
-        StartupError: for an unknown SGLANG_SM120 variable or value, a budget or defragmentation without DDTREE, or a
-            drafter that is missing or no DFlash drafter.
+        StartupError: for an unknown SGLANG_SM120 variable or value, a budget, defragmentation or accept lengths by
+            budget without DDTREE, or a drafter that is missing or no DFlash drafter.
     """
     check_names(os.environ)
     notice_disconnects()
@@ -129,6 +132,11 @@ def check_early(server_args: ServerArgs) -> None:
         raise StartupError(
             f"{MODE_VARIABLE}={defrag_mode().value}: expected --speculative-algorithm DDTREE, "
             f"got {server_args.speculative_algorithm}; unset the variable"
+        )
+    elif os.environ.get(LENGTHS_VARIABLE):
+        raise StartupError(
+            f"{LENGTHS_VARIABLE}: expected --speculative-algorithm DDTREE, got {server_args.speculative_algorithm}; "
+            "unset the variable"
         )
 
 

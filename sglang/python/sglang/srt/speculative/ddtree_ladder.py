@@ -21,6 +21,7 @@ from sglang.srt.sm120.memory_budget import AttentionScratch, VerifyShape, check_
 from sglang.srt.sm120.verify_route import drop_unread_mask, route_of, workspace_for, workspace_of
 from sglang.srt.speculative.ddtree_args import verify_width
 from sglang.srt.speculative.ddtree_budget import BudgetController, StepCosts, request_budget
+from sglang.srt.speculative.ddtree_simulate import simulated_lengths
 from sglang.srt.speculative.ddtree_tree import TreeBuffers
 from sglang.srt.speculative.ddtree_walk import WalkBuffers
 
@@ -98,6 +99,7 @@ class Ladder:
         self._whole: list[int] = []
         self._used = [0] * len(budgets)
         self._last_nodes = torch.tensor(budgets, device=runner.device) - 1
+        self.simulated = simulated_lengths(budgets, block_size)
         self._foretold = torch.zeros((max_requests, len(budgets)), device=runner.device)
         self.rungs = []
         for budget in budgets:
@@ -198,7 +200,10 @@ class Ladder:
 
     def foretell(self, batch_size: int) -> None:
         """Sum up what the drafter expects of each budget, for `record`; call behind the build of the largest trees."""
-        if len(self.rungs) > 1:
+        if len(self.rungs) > 1 and self.simulated is not None:
+            for index, length in enumerate(self.simulated):
+                self._foretold[:batch_size, index] = length - 1
+        elif len(self.rungs) > 1:
             expected = self.largest.tree.scores[:batch_size, 1:].exp().cumsum(1)
             torch.index_select(expected, 1, self._last_nodes, out=self._foretold[:batch_size])
 

@@ -1,12 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forced acceptance for step-time benchmarks on dummy weights, by SGLang's own ``SGLANG_SIMULATE_ACC_*`` variables."""
+"""Forced acceptance for step-time benchmarks on dummy weights, by SGLang's own ``SGLANG_SIMULATE_ACC_*`` variables.
+
+Under the automatic budget each budget may have an accept length of its own.
+"""
 
 from __future__ import annotations
 
+import itertools
+import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
+from sglang.srt.sm120.startup import StartupError
+from sglang.srt.speculative.ddtree_args import LENGTHS_VARIABLE
 from sglang.srt.speculative.spec_utils import SIMULATE_ACC_LEN, SIMULATE_ACC_METHOD, _sample_simulated_acc_len
 
 if TYPE_CHECKING:
@@ -16,20 +24,54 @@ if TYPE_CHECKING:
 FIXED_TOKEN = 100
 
 
-def simulation_requested() -> bool:
-    """Whether acceptance is forced; the text is meaningless then."""
-    return bool(SIMULATE_ACC_LEN > 0)
+def simulated_lengths(budgets: Sequence[int], block_size: int) -> tuple[float, ...] | None:
+    """Tokens per step, the bonus included, to force for each budget; None without simulation. The text is meaningless.
 
-
-def simulate_acceptance(walk: WalkBuffers, batch_size: int, max_accept: int) -> None:
-    """Overwrite the results of a walk with a run along the spine, of the same drawn length for all requests.
-
-    `max_accept` is the longest run that the tree allows, bonus included.
+    Raises:
+        StartupError: when the variable does not hold one length a budget, none below the one before it.
     """
-    length = _sample_simulated_acc_len(SIMULATE_ACC_LEN, SIMULATE_ACC_METHOD, max_accept)
-    rows = torch.arange(walk.accept_index.shape[1], device=walk.packed.device)
-    accepted = rows < length
-    walk.accept_index[:batch_size] = torch.where(accepted, rows, -1)
-    walk.out_tokens[:batch_size] = torch.where(accepted, FIXED_TOKEN, 0)
+    text = os.environ.get(LENGTHS_VARIABLE)
+    if not text:
+        return (float(SIMULATE_ACC_LEN),) * len(budgets) if SIMULATE_ACC_LEN > 0 else None
+    try:
+        lengths = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        lengths = ()
+    ascending = all(low <= high for low, high in itertools.pairwise((1.0, *lengths, float(block_size))))
+    if len(lengths) != len(budgets) or not ascending:
+        raise StartupError(
+            f"{LENGTHS_VARIABLE}: expected {len(budgets)} ascending numbers from 1 to {block_size}, one for each of the "
+            f"budgets {', '.join(map(str, budgets))}, got {text!r}"
+        )
+    return lengths
+
+
+def simulate_acceptance(
+    walk: WalkBuffers, batch_size: int, lengths: Sequence[float], budgets: Sequence[int], max_accept: int
+) -> None:
+    """Overwrite the results of a walk with a run of the same drawn length for all requests.
+
+    The run follows the spine, and ends in nodes of larger budgets by as much as those accept beyond the smaller ones.
+
+    Args:
+        walk: results, of which the first `batch_size` are overwritten.
+        lengths: of `simulated_lengths`, up to the pass's own budget.
+        budgets: those that they are for.
+        max_accept: the longest run that the tree allows, bonus included.
+    """
+    length = _sample_simulated_acc_len(lengths[-1], SIMULATE_ACC_METHOD, max_accept)
+    path: list[int] = []
+    for (smaller, fewer), (_, more) in itertools.pairwise(zip(budgets, lengths, strict=True)):
+        drafts = _sample_simulated_acc_len(1 + more - fewer, SIMULATE_ACC_METHOD, max_accept) - 1
+        path.extend(range(smaller + 1, smaller + 1 + drafts))
+    path = path[: length - 1]
+    path = [*range(length - len(path)), *path]
+    rows = torch.full((walk.accept_index.shape[1],), -1, dtype=walk.packed.dtype)
+    rows[:length] = torch.tensor(path)
+    if walk.packed.is_cuda:
+        rows = rows.pin_memory()
+    rows = rows.to(walk.packed.device, non_blocking=True)
+    walk.accept_index[:batch_size] = rows
+    walk.out_tokens[:batch_size] = torch.where(rows < 0, 0, FIXED_TOKEN)
     walk.accept_lens[:batch_size] = length
     walk.bonus[:batch_size] = FIXED_TOKEN
