@@ -33,6 +33,7 @@ from typing import Any, Self
 
 import requests
 import step_trace
+from memory_log import memory_by_owner
 
 ROOT = Path(__file__).resolve().parents[2]
 CONTEXTS = (1024, 4096, 16384, 65536)
@@ -131,8 +132,7 @@ class Server:
 
     def memory(self) -> dict[str, int]:
         """Bytes by owner from the table at its start, which only the fork has."""
-        table = re.search(r"Memory of rank 0:\n.*\n((?:  \w+ +\d+ +[\d.]+\n)+)", self._output())
-        return {row.split()[0]: int(row.split()[1]) for row in table[1].splitlines()} if table else {}
+        return memory_by_owner(self._output())
 
 
 def decode(url: str, ids: list[int], new_tokens: int) -> Generator[dict[str, Any], None, None]:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The server with a scripted drafter, which several modules share."""
+"""The server with a scripted drafter, which several modules share, and the benchmark's helpers for import."""
 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from serving.tool_formats import FORMATS, MARKER, TWO_CALLS
 from serving.vocabulary import rarest_tokens, rename_tokens
 
 HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parents[1] / "scripts" / "bench"))
 
 
 @pytest.fixture(scope="session")

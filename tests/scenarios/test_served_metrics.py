@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import requests
 import yaml
+from memory_log import memory_by_owner
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -118,15 +119,10 @@ def test_the_route_of_a_machine_without_a_card(server: Server) -> None:
     assert (sample.labels["kernel"], sample.labels["reason"], sample.labels["width"]) == ("other", "no_card", "17")
 
 
-def logged_table(server: Server) -> dict[str, int]:
-    (table,) = re.findall(r"Memory of rank 0:\n.*\n((?:  \w+ +\d+ +[\d.]+\n)+)", server.output())
-    return {row.split()[0]: int(row.split()[1]) for row in table.splitlines()}
-
-
 @pytest.mark.scenario("BUG-058")
 def test_memory_by_owner(server: Server, demo_pair: ModelPair) -> None:
     """Each pool has a slot for every token, the drafter's too: a window would not make it smaller, and the table says so."""
-    table = logged_table(server)
+    table = memory_by_owner(server.output())
     served = scrape(server)["sglang:sm120_memory_bytes"].samples
     assert {sample.labels["owner"]: sample.value for sample in served} == table
     target, drafter = (

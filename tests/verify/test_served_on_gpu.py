@@ -19,6 +19,7 @@ import requests
 import torch
 from demo_models import load_pair
 from grouped_query_target import PROMPTS, write_target
+from memory_log import memory_by_owner
 from near_ties import NearTies
 from rank_shape import write_pair
 from tokenizers import Tokenizer
@@ -115,8 +116,7 @@ def test_start_up_says_what_was_chosen(serve: Serve) -> None:
 def test_memory_is_accounted_for(serve: Serve, prompts: list[str]) -> None:
     """Rows of the table add up to the card, and verify passes are timed without a wait."""
     server = serve("DDTREE", *GRAPH_FLAGS, "--enable-metrics", environment=KERNEL)
-    (table,) = re.findall(r"Memory of rank 0:\n.*\n((?:  \w+ +\d+ +[\d.]+\n)+)", server.output())
-    owners = {row.split()[0]: int(row.split()[1]) for row in table.splitlines()}
+    owners = memory_by_owner(server.output())
     assert sum(owners.values()) == torch.cuda.mem_get_info(0)[1]
     assert min(owners[name] for name in ("weights", "draft_weights", "kv", "draft_kv", "workspace", "graphs")) > 0
     assert owners["mask"] < 2**20, "masks of the whole context are freed where the kernel alone reads trees"
