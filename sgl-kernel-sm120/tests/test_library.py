@@ -61,18 +61,18 @@ def fake_library(directory: Path, source: str) -> Path:
 
 def test_older_library_is_refused(tmp_path: Path) -> None:
     path = fake_library(tmp_path, "int sgl_sm120_abi_version(void) { return 0; }")
-    with pytest.raises(ImportError, match="expected interface version 2, got 0; reinstall"):
+    with pytest.raises(ImportError, match="expected interface version 2, got 0; run scripts/setup --kernel"):
         _library.load_library(path)
 
 
 def test_foreign_library_is_refused(tmp_path: Path) -> None:
     path = fake_library(tmp_path, "int nothing(void) { return 0; }")
-    with pytest.raises(ImportError, match="expected interface version 2, got a library without one; reinstall"):
+    with pytest.raises(ImportError, match="expected interface version 2, got a library without one; run scripts/setup --kernel"):
         _library.load_library(path)
 
 
 def test_missing_library_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ImportError, match="expected the compiled kernels, got: .*; install with"):
+    with pytest.raises(ImportError, match="expected the compiled kernels, got '.*'; run scripts/setup --kernel, or"):
         _library.load_library(tmp_path / "none.so")
 
 

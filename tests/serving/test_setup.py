@@ -34,7 +34,9 @@ esac
 UV = """#!/bin/bash
 name=$(basename "${!#}")
 echo "uv $name" >>"$FAKE_LOG"
-[[ $name != "$FAKE_FAILURE" ]]
+[[ $name != "$FAKE_FAILURE" ]] || exit 1
+package=$FAKE_ROOT/build/env/lib/python3.11/site-packages/sgl_kernel_sm120
+[[ $name != sgl-kernel-sm120 ]] || { mkdir -p "$package" && touch "$package/libsgl_kernel_sm120.so"; }
 """
 # What the script looks for to choose between the two sets of requirements.
 CHOSEN, OTHER = ("cuda", "cpu") if list(Path("/dev").glob("nvidia[0-9]*")) else ("cpu", "cuda")
@@ -255,13 +257,16 @@ def test_concurrent_runs_make_one_environment(machine: Machine) -> None:
 
 
 def test_the_kernel_is_a_layer_of_its_own(machine: Machine) -> None:
-    """Built on request where there is no card, again only when its source changes, and after a failure."""
+    """Built on request where there is no card, again when its source changes, after a failure, and when it is gone."""
     assert machine.setup("--kernel").returncode == 0
     assert machine.calls() == list(dict.fromkeys([*BASE, *FORK, "uv sgl-kernel-sm120"]))
     assert machine.setup("--kernel").returncode == 0 and machine.calls() == []
     (machine.root / "sgl-kernel-sm120" / "csrc" / "new.cuh").write_text("// changed")
     failed = machine.setup("--kernel", FAKE_FAILURE="sgl-kernel-sm120")
     assert failed.returncode == 1 and "sgl-kernel-sm120: expected it to compile" in failed.stderr
+    assert machine.setup("--kernel").returncode == 0 and machine.calls() == ["uv sgl-kernel-sm120"]
+    (library,) = (machine.root / "build" / "env").rglob("libsgl_kernel_sm120.so")
+    library.unlink()
     assert machine.setup("--kernel").returncode == 0 and machine.calls() == ["uv sgl-kernel-sm120"]
 
 

@@ -229,7 +229,7 @@ def test_a_missing_library_is_named(card: Any, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(sys.modules, "sgl_kernel_sm120", None)
     monkeypatch.setenv(MODE_VARIABLE, "auto")
     route = route_of(backend())
-    assert route is not None and "pip install ./sgl-kernel-sm120" in str(route.reason)
+    assert route is not None and str(route.reason).endswith("; run scripts/setup --kernel")
     monkeypatch.setenv(MODE_VARIABLE, "on")
     with pytest.raises(StartupError, match="sgl_kernel_sm120 cannot be used"):
         route_of(backend())
@@ -241,13 +241,13 @@ def test_a_library_that_cannot_be_loaded_is_named(card: Any, monkeypatch: pytest
     card(12)
 
     def plan(*shape: int) -> Any:
-        raise ImportError("lib.so: expected interface version 2, got 1; reinstall sgl-kernel-sm120")
+        raise ImportError("lib.so: expected interface version 2, got 1; run it")
 
     monkeypatch.setattr(verify_route, "_plan", ask_the_package)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=188))
     monkeypatch.setitem(sys.modules, "sgl_kernel_sm120", SimpleNamespace(is_supported=is_supported, plan=plan))
-    reason = "sgl_kernel_sm120 cannot be used: lib.so: expected interface version 2, got 1; reinstall sgl-kernel-sm120"
+    reason = "sgl_kernel_sm120 cannot be used: lib.so: expected interface version 2, got 1; run it"
     monkeypatch.setenv(MODE_VARIABLE, "auto")
     route = route_of(backend())
     assert route is not None and route.fallback == Fallback("no_library", reason)

@@ -13,6 +13,7 @@ MAX_BATCH = 128
 MAX_TREE = 65
 MAX_HEADS = 128
 MAX_SMS = 16383
+REMEDY = "run scripts/setup --kernel, or `pip install ./sgl-kernel-sm120` in an environment of your own"
 
 
 class KernelError(RuntimeError):
@@ -59,17 +60,17 @@ def load_library(path: Path) -> ctypes.CDLL:
         library = ctypes.CDLL(str(path))
     except OSError as error:
         raise ImportError(
-            f"{path}: expected the compiled kernels, got: {error}; install with `pip install ./sgl-kernel-sm120`"
+            f"{path}: expected the compiled kernels, got '{error}'; {REMEDY}"
         ) from error
     try:
         version = int(library.sgl_sm120_abi_version())
     except AttributeError as error:
         raise ImportError(
-            f"{path}: expected interface version {ABI_VERSION}, got a library without one; reinstall sgl-kernel-sm120"
+            f"{path}: expected interface version {ABI_VERSION}, got a library without one; {REMEDY}"
         ) from error
     if version != ABI_VERSION:
         raise ImportError(
-            f"{path}: expected interface version {ABI_VERSION}, got {version}; reinstall sgl-kernel-sm120"
+            f"{path}: expected interface version {ABI_VERSION}, got {version}; {REMEDY}"
         )
     int32, int64 = ctypes.c_int32, ctypes.c_int64
     library.sgl_sm120_error_string.restype = ctypes.c_char_p

@@ -71,7 +71,7 @@ REMEDIES = {
     "latent_size": "expected: the kernel is made for a latent of 512 + 64, that of DeepSeek V3, Kimi K2 and GLM-4.7-Flash",
     "context_parallel": "drop `--dcp-size` to use the kernel",
     "unified_pool": "drop `--enable-unified-memory` to use the kernel",
-    "no_library": "install the kernel's package, `pip install ./sgl-kernel-sm120`, built for this card",
+    "no_library": "run `scripts/setup --kernel`, which builds and installs the kernel; the image has it",
     "unsupported": "the log names the limit: lower `--max-running-requests` or the budget, or use `--kv-cache-dtype auto`",
     "other_backend": "the kernel serves behind `--attention-backend triton` alone, which is the default on sm_120",
     "no_card": "expected without a card: the reference platform computes attention in plain torch",
@@ -208,7 +208,7 @@ def _unserved(mode: VerifyMode, backend: Any, width: int, max_bs: int) -> Fallba
         workspace_bytes(1, 1, 1)
     except ImportError as error:
         # What is wrong with a library says its remedy itself.
-        remedy = "; install it with `pip install ./sgl-kernel-sm120`" if isinstance(error, ModuleNotFoundError) else ""
+        remedy = "; run scripts/setup --kernel" if isinstance(error, ModuleNotFoundError) else ""
         return Fallback("no_library", f"sgl_kernel_sm120 cannot be used: {error}{remedy}")
     limit = is_supported(
         batch_size=max_bs,
