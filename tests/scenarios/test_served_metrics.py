@@ -24,8 +24,6 @@ from serving.server import ModelPair, Server
 from sglang.srt.sm120.metrics import METRICS
 
 NAME = re.compile(r"\bsglang:\w+")
-# Made by what moves KV rows, which need not be on.
-OPTIONAL = {"sglang:sm120_kv_run_length", "sglang:sm120_defrag_rows_moved_total", "sglang:sm120_defrag_seconds_total"}
 Serve = Callable[..., Server]
 
 
@@ -97,7 +95,7 @@ def test_each_declared_series_is_served(server: Server) -> None:
     ids=["plain", "prometheus 2", "prometheus 3"],
 )
 def test_each_name_in_a_query_is_served(server: Server, repo_root: Path, accept: str) -> None:
-    served = names_in_prometheus(server, repo_root, accept) | OPTIONAL
+    served = names_in_prometheus(server, repo_root, accept)
     served |= {metric.name for metric in METRICS if "validate" in metric.when}
     names = {name for query in queries(repo_root) for name in NAME.findall(query)}
     assert len(queries(repo_root)) > 20 and len(names) > 15
