@@ -11,11 +11,13 @@ from __future__ import annotations
 import difflib
 import json
 import os
+import re
 import sys
 import tempfile
 import urllib.request
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import doctor_checks
 from doctor_checks import Finding, Level, Questions
@@ -23,7 +25,8 @@ from doctor_checks import Finding, Level, Questions
 SHARE = Path(__file__).resolve().parent
 FLAGS = SHARE / "flags.json"
 DEMO = SHARE / "demo"
-ADDRESS = Path("/tmp/sglang-address")
+# In the folder that the doctor has found writable.
+ADDRESS = Path(os.environ.get("TMPDIR") or "/tmp") / "sglang-address"
 DEFAULTS = {"--host": "0.0.0.0", "--port": "30000"}
 MODEL = ("--model-path", "--model", "--config")
 DRAFT = ("--speculative-draft-model-path", "--speculative-draft-model")
@@ -43,7 +46,14 @@ class UsageError(Exception):
     """Arguments that the server would refuse; the message is one line."""
 
 
-def full_name(option: str, known: Sequence[str]) -> str:
+class Option(NamedTuple):
+    """What may follow an option; docker/list_flags.py writes these fields."""
+
+    takes: str  # how many values, as argparse writes that: 0, 1, ?, * or +
+    kind: str  # int or float where they must be numbers, else empty
+
+
+def full_name(option: str, known: Iterable[str]) -> str:
     """The option that `option` abbreviates, as argparse resolves it. Errors: UsageError."""
     if option in known:
         return option
@@ -59,16 +69,49 @@ def full_name(option: str, known: Sequence[str]) -> str:
     raise UsageError(f"{option}: expected an option of SGLang, got an unknown one; {remedy}")
 
 
-def read_options(arguments: Sequence[str], known: Sequence[str]) -> dict[str, str]:
+def is_option(word: str) -> bool:
+    """Whether argparse takes a word for an option: negative numbers and texts with spaces are values."""
+    return re.match(r"-[^\d.\s]", word) is not None and " " not in word
+
+
+def read_options(arguments: Sequence[str], known: Mapping[str, Option]) -> dict[str, str]:
     """Option -> its first value ("" for a switch); the last of equal options counts. Errors: UsageError."""
     options = {}
-    for index, argument in enumerate(arguments):
-        if not argument.startswith("--"):
-            continue
-        name, separator, value = argument.partition("=")
-        following = arguments[index + 1] if index + 1 < len(arguments) else ""
-        options[full_name(name, known)] = value if separator else "" if following.startswith("--") else following
+    words = list(arguments)
+    while words:
+        word = words.pop(0)
+        if not is_option(word):
+            raise UsageError(f"{word}: expected an option, got a value that none takes; put it behind its option")
+        option, separator, value = word.partition("=") if word.startswith("--") else (word, "", "")
+        name = full_name(option, known)
+        values = [value] if separator else []
+        most = {"0": 0, "1": 1, "?": 1}.get(known[name].takes, len(words))
+        while not separator and len(values) < most and words and not is_option(words[0]):
+            values.append(words.pop(0))
+        check_values(name, known[name], values)
+        options[name] = values[0] if values else ""
     return options
+
+
+def check_values(name: str, option: Option, values: Sequence[str]) -> None:
+    """Refuse values that the server would refuse by number or form. Errors: UsageError."""
+    if option.takes == "0" and values:
+        raise UsageError(f"{name}: expected no value, got {values[0]!r}; leave it out")
+    if option.takes in ("1", "+") and not values:
+        raise UsageError(f"{name}: expected a value, got none; write it behind the option")
+    for value in values:
+        if option.kind and not is_number(option.kind, value):
+            what = "a whole number" if option.kind == "int" else "a number"
+            raise UsageError(f"{name}: expected {what}, got {value!r}; correct it")
+
+
+def is_number(kind: str, text: str) -> bool:
+    """Whether `text` is an int or a float, whichever `kind` says."""
+    try:
+        int(text) if kind == "int" else float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def first(options: Mapping[str, str], names: Iterable[str]) -> str | None:
@@ -93,17 +136,13 @@ def complete(arguments: Sequence[str], options: Mapping[str, str]) -> list[str]:
 
 
 def number(options: Mapping[str, str], names: Iterable[str], default: int) -> int:
-    """A whole number among the options. Errors: UsageError."""
+    """A whole number among the options."""
     value = first(options, names)
-    if value is None:
-        return default
-    if not value.isascii() or not value.isdigit():
-        raise UsageError(f"{next(iter(names))}: expected a whole number, got {value!r}; correct it")
-    return int(value)
+    return default if value is None else int(value)
 
 
 def questions(options: Mapping[str, str], environment: Mapping[str, str]) -> Questions:
-    """What the doctor is to look at. Errors: UsageError."""
+    """What the doctor is to look at."""
     model = first(options, MODEL[:2])
     on_cpu = options.get("--device") == "cpu" or environment.get("SGLANG_PLATFORM") == CPU_PLATFORM
     nodes = max(number(options, ("--nnodes",), 1), 1)
@@ -130,13 +169,13 @@ def keep_to_this_machine(options: Mapping[str, str], environment: MutableMapping
 
 def serve(arguments: Sequence[str]) -> int:
     """Replace this process by the server; returns only when something prevents that."""
-    known = json.loads(FLAGS.read_text())
+    known = {name: Option(**form) for name, form in json.loads(FLAGS.read_text()).items()}
     try:
         options = read_options(arguments, known)
-        asked = questions(options, os.environ)
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
         return CANNOT_START
+    asked = questions(options, os.environ)
     if not {"--help", "-h"} & {*options, *arguments}:
         findings: list[Finding] = doctor_checks.examine(asked)
         reported = [one for one in findings if one.level is Level.FATAL] or findings

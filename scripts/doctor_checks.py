@@ -391,22 +391,28 @@ def check_model(option: str, value: str | None) -> list[Finding]:
     """A model that is named by a path; a name of a repository is for SGLang to find."""
     if value is None:
         return []
-    folder = Path(value).expanduser()
+    try:
+        return check_model_folder(option, value, Path(os.path.expanduser(value)))
+    except OSError as error:  # a mount has the owner and the mode of the host's folder
+        got = f"got '{error.strerror}' as user {os.geteuid()}"
+        return [fatal(f"{option}: expected {error.filename or value} to be readable, {got}; change its mode")]
+
+
+def check_model_folder(option: str, value: str, folder: Path) -> list[Finding]:
+    """Configuration and weights of a model in `folder`, which the user named `value`. Errors: OSError."""
     if value[:1] not in ("/", ".", "~") and not folder.exists():
         return []
     if folder.is_file():
         return []  # a single-file format such as GGUF
     if not folder.is_dir():
         return [fatal(f"{option}: expected a directory, got {value}; mount it (-v MODELS:/models) or correct the path")]
-    config = folder / "config.json"
-    try:
-        json.loads(config.read_text())
-    except OSError as error:
-        return [fatal(f"{option}: expected {config} to be readable, got '{error.strerror}'; pass a model's directory")]
-    except ValueError as error:
-        return [fatal(f"{option}: expected JSON in {config}, got '{error}'; download the model again")]
+    config, index = folder / "config.json", folder / "model.safetensors.index.json"
+    if not config.is_file():
+        return [fatal(f"{option}: expected {config}, got no such file; pass a model's directory")]
+    for path in (config, index) if index.is_file() else (config,):
+        if problem := not_an_object(path):
+            return [fatal(f"{option}: expected an object of JSON in {path}, got {problem}; download the model again")]
     weights = [path for path in folder.iterdir() if path.suffix in (".safetensors", ".bin", ".pt", ".gguf")]
-    index = folder / "model.safetensors.index.json"
     if index.is_file():
         named = set(json.loads(index.read_text()).get("weight_map", {}).values())
         weights += [folder / name for name in sorted(named) if folder / name not in weights]
@@ -418,7 +424,18 @@ def check_model(option: str, value: str | None) -> list[Finding]:
         ]
     if not weights:
         return [fatal(f"{option}: expected weights in {value}, got none; download the model again")]
+    for path in weights:
+        path.open("rb").close()
     return [ok(f"{option}: {value}, {sum(path.stat().st_size for path in weights) / 2**30:.1f} GiB of weights")]
+
+
+def not_an_object(path: Path) -> str:
+    """What a file holds instead of a JSON object; empty when it holds one. Errors: OSError."""
+    try:
+        content = json.loads(path.read_text())
+    except ValueError as error:
+        return f"'{error}'"
+    return "" if isinstance(content, dict) else f"a {type(content).__name__}"
 
 
 def check_port(host: str, port: int) -> list[Finding]:

@@ -67,7 +67,9 @@ def test_older_library_is_refused(tmp_path: Path) -> None:
 
 def test_foreign_library_is_refused(tmp_path: Path) -> None:
     path = fake_library(tmp_path, "int nothing(void) { return 0; }")
-    with pytest.raises(ImportError, match="expected interface version 2, got a library without one; run scripts/setup --kernel"):
+    with pytest.raises(
+        ImportError, match="expected interface version 2, got a library without one; run scripts/setup --kernel"
+    ):
         _library.load_library(path)
 
 

@@ -35,7 +35,11 @@ int cuDeviceGetAttribute(int *value, int name, int device) {
 int cuDeviceCanAccessPeer(int *answer, int device, int peer) { *answer = device != peer; return 0; }
 int cuGetErrorString(int error, const char **text) { (void)error; *text = "no text"; return 0; }
 """
-KNOWN = ["--device", "--help", "--host", "--model-path", "--port", "--speculative-draft-model-path", "--tp-size"]
+TEXTS = ("--device", "--host", "--model-path", "--speculative-draft-model-path")
+KNOWN = {
+    **{name: {"takes": "1", "kind": ""} for name in TEXTS},
+    **{name: {"takes": "1", "kind": "int"} for name in ("--port", "--tp-size")},
+}
 Start = Callable[..., str]
 
 

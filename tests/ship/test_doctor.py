@@ -9,6 +9,8 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -330,12 +332,47 @@ def test_name_of_a_repository_is_left_to_sglang(value: str | None) -> None:
 
 def test_model_that_is_missing(tmp_path: Path) -> None:
     assert "expected a directory, got /absent/model; mount it" in model_fault("/absent/model")
-    assert "config.json to be readable" in model_fault(tmp_path)
+    assert "config.json, got no such file; pass a model's directory" in model_fault(tmp_path)
 
 
-def test_model_with_a_broken_configuration(model: Path) -> None:
-    (model / "config.json").write_text("{")
-    assert "expected JSON in" in model_fault(model)
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json"])
+@pytest.mark.parametrize(("text", "got"), [("{", "'Expecting property name"), ("[]", "a list"), ("", "'Expecting")])
+def test_model_with_a_broken_configuration(model: Path, name: str, text: str, got: str) -> None:
+    (model / name).write_text(text)
+    fault = model_fault(model)
+    assert f"expected an object of JSON in {model / name}, got {got}" in fault and "\n" not in fault
+
+
+@pytest.fixture
+def open_model() -> Iterator[Path]:
+    """A model below a folder that every user may enter, seen by a user who is not root."""
+    with tempfile.TemporaryDirectory() as made:
+        Path(made).chmod(0o755)
+        folder = Path(made) / "model"
+        folder.mkdir()
+        (folder / "config.json").write_text("{}")
+        (folder / "model.safetensors").write_bytes(b"weights")
+        user = os.geteuid()
+        if user == 0:
+            os.seteuid(65534)
+        try:
+            yield folder
+        finally:
+            os.seteuid(user)
+            folder.chmod(0o755)
+
+
+@pytest.mark.parametrize("closed", [".", "config.json", "model.safetensors"])
+def test_model_that_this_user_may_not_read(open_model: Path, closed: str) -> None:
+    """What a mount of another user's folder is to the container's."""
+    assert levels(doctor.check_model("--model-path", str(open_model))) == ["ok"]
+    user, owner = os.geteuid(), open_model.stat().st_uid
+    os.seteuid(owner)
+    (open_model / closed).chmod(0)
+    os.seteuid(user)
+    fault = model_fault(open_model)
+    assert fault.startswith(f"--model-path: expected {open_model}")
+    assert fault.endswith(f" to be readable, got 'Permission denied' as user {user}; change its mode")
 
 
 def test_model_without_weights(model: Path) -> None:

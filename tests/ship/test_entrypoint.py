@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import argparse
 import http.server
 import json
 import os
@@ -20,25 +21,19 @@ REPO_ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(REPO_ROOT / "docker"), str(REPO_ROOT / "scripts")]
 
 import entrypoint
-from entrypoint import UsageError
+from entrypoint import Option, UsageError
 
-KNOWN = [
-    "--api-key",
-    "--attention-backend",
-    "--config",
-    "--device",
-    "--help",
-    "--host",
-    "--model",
-    "--model-path",
-    "--nnodes",
-    "--port",
-    "--speculative-algorithm",
-    "--speculative-draft-model-path",
-    "--tensor-parallel-size",
-    "--tp-size",
-    "--trust-remote-code",
-]
+TEXT, SWITCH = Option("1", ""), Option("0", "")
+TEXTS = ("--attention-backend", "--api-key", "--config", "--device", "--host", "--model", "--model-path")
+KNOWN = {
+    **dict.fromkeys((*TEXTS, "--speculative-algorithm", "--speculative-draft-model-path"), TEXT),
+    **dict.fromkeys(("--nnodes", "--port", "--tensor-parallel-size", "--tp-size"), Option("1", "int")),
+    **dict.fromkeys(("-h", "--help", "--trust-remote-code"), SWITCH),
+    "--mem-fraction-static": Option("1", "float"),
+    "--cuda-graph-bs": Option("+", "int"),
+    "--lora-paths": Option("*", ""),
+    "--model-checksum": Option("?", ""),
+}
 
 
 def free_port() -> int:
@@ -88,19 +83,63 @@ def test_options_are_read_as_argparse_reads_them() -> None:
 
 
 @pytest.mark.parametrize(
-    ("option", "message"),
+    "words",
     [
-        ("--modle-path", "--modle-path: expected an option of SGLang, got an unknown one; did you mean --model-path?"),
+        ["--cuda-graph-bs", "1", "2", "4", "--trust-remote-code", "--lora-paths", "--model-checksum", "--nnodes", "-1"],
+        [
+            "--model",
+            "-",
+            "--api-key",
+            "- a text",
+            "--mem-fraction-static",
+            "-.5",
+            "--lora-paths",
+            "a=/models/a",
+            "b",
+            "-h",
+        ],
+        ["--model-checksum", "0123", "--api-key=--a", "--cuda-graph-bs=8"],
+    ],
+    ids=str,
+)
+def test_what_argparse_takes_is_taken(words: list[str]) -> None:
+    parser = argparse.ArgumentParser(add_help=False)
+    for name, option in KNOWN.items():
+        if option.takes == "0":
+            parser.add_argument(name, action="store_true")
+        else:
+            nargs = None if option.takes == "1" else option.takes
+            parser.add_argument(name, nargs=nargs, type={"int": int, "float": float}.get(option.kind, str))
+    parser.parse_args(words)
+    entrypoint.read_options(words, KNOWN)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            "--modle-path 1",
+            "--modle-path: expected an option of SGLang, got an unknown one; did you mean --model-path?",
+        ),
         ("--zzzzzz", "--zzzzzz: expected an option of SGLang, got an unknown one; --help lists them"),
+        ("-x", "-x: expected an option of SGLang, got an unknown one; --help lists them"),
         (
             "--t",
             "--t: expected one option, got 3, --tensor-parallel-size, --tp-size, --trust-remote-code; write it out",
         ),
+        ("--model a b", "b: expected an option, got a value that none takes; put it behind its option"),
+        ("--trust true", "true: expected an option, got a value that none takes; put it behind its option"),
+        ("--trust=true", "--trust-remote-code: expected no value, got 'true'; leave it out"),
+        ("--model", "--model: expected a value, got none; write it behind the option"),
+        ("--cuda-graph-bs --help", "--cuda-graph-bs: expected a value, got none; write it behind the option"),
+        ("--port http", "--port: expected a whole number, got 'http'; correct it"),
+        ("--cuda-graph-bs 1 2 many", "--cuda-graph-bs: expected a whole number, got 'many'; correct it"),
+        ("--mem-fraction-static 90%", "--mem-fraction-static: expected a number, got '90%'; correct it"),
     ],
 )
-def test_unknown_options(option: str, message: str) -> None:
+def test_arguments_that_the_server_would_refuse(words: str, message: str) -> None:
     with pytest.raises(UsageError) as caught:
-        entrypoint.read_options([option, "1"], KNOWN)
+        entrypoint.read_options(words.split(), KNOWN)
     assert str(caught.value) == message
 
 
@@ -111,8 +150,6 @@ def test_what_the_doctor_is_asked() -> None:
     assert not questions().card_required
     assert not questions("--model-path", "/models/a", "--device", "cpu").card_required
     assert not questions("--model-path", "/models/a", SGLANG_PLATFORM="sm120_reference").card_required
-    with pytest.raises(UsageError, match="--port: expected a whole number, got 'http'; correct it"):
-        questions("--port", "http")
 
 
 @pytest.mark.parametrize(
@@ -157,8 +194,18 @@ def share(tmp_path: Path) -> Path:
     """The entry point as it lies in the image, beside the doctor and the list of options."""
     shutil.copy(REPO_ROOT / "docker" / "entrypoint.py", tmp_path)
     shutil.copy(REPO_ROOT / "scripts" / "doctor_checks.py", tmp_path)
-    (tmp_path / "flags.json").write_text(json.dumps(KNOWN))
+    (tmp_path / "flags.json").write_text(json.dumps({name: option._asdict() for name, option in KNOWN.items()}))
     return tmp_path
+
+
+@pytest.mark.parametrize("server_with_status", [200], indirect=True)
+def test_the_address_is_kept_in_the_temporary_folder(server_with_status: str, share: Path, tmp_path: Path) -> None:
+    """/tmp itself may be read-only where TMPDIR names another folder."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    (folder / "sglang-address").write_text(server_with_status)
+    assert start(share, "health", TMPDIR=str(folder)) == (0, [])
+    assert start(share, "health", TMPDIR=str(tmp_path))[0] == 1
 
 
 def start(share: Path, *arguments: str, **environment: str) -> tuple[int, list[str]]:
@@ -186,6 +233,7 @@ def test_refusals_are_one_line(share: Path, tmp_path: Path) -> None:
         "error: card: expected an NVIDIA device, got "
     )
     assert "error: cache: expected" in refused(share, XDG_CACHE_HOME=str(tmp_path / "file"))
+    assert refused(share, "--model-path", "a", "b").startswith("error: b: expected an option")
     assert "got 'fast'; unset it" in refused(share, SGLANG_SM120_VERIFY="fast")
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))

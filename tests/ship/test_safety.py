@@ -270,7 +270,7 @@ def test_a_length_that_lies_is_cut_off_all_the_same() -> None:
     ("arguments", "kept"), [((), True), (("--nnodes", "2"), False), (("--dp-size", "2"), False)], ids=str
 )
 def test_ranks_of_one_machine_meet_on_it(arguments: tuple[str, ...], kept: bool) -> None:
-    known = ["--nnodes", "--dp-size", "--data-parallel-size"]
+    known = dict.fromkeys(("--nnodes", "--dp-size", "--data-parallel-size"), entrypoint.Option("1", "int"))
     environment: dict[str, str] = {"NCCL_SOCKET_IFNAME": "eth7"}
     entrypoint.keep_to_this_machine(entrypoint.read_options(arguments, known), environment)
     assert environment["NCCL_SOCKET_IFNAME"] == "eth7"  # the operator's word stays

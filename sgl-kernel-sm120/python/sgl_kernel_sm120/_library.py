@@ -59,9 +59,7 @@ def load_library(path: Path) -> ctypes.CDLL:
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:
-        raise ImportError(
-            f"{path}: expected the compiled kernels, got '{error}'; {REMEDY}"
-        ) from error
+        raise ImportError(f"{path}: expected the compiled kernels, got '{error}'; {REMEDY}") from error
     try:
         version = int(library.sgl_sm120_abi_version())
     except AttributeError as error:
@@ -69,9 +67,7 @@ def load_library(path: Path) -> ctypes.CDLL:
             f"{path}: expected interface version {ABI_VERSION}, got a library without one; {REMEDY}"
         ) from error
     if version != ABI_VERSION:
-        raise ImportError(
-            f"{path}: expected interface version {ABI_VERSION}, got {version}; {REMEDY}"
-        )
+        raise ImportError(f"{path}: expected interface version {ABI_VERSION}, got {version}; {REMEDY}")
     int32, int64 = ctypes.c_int32, ctypes.c_int64
     library.sgl_sm120_error_string.restype = ctypes.c_char_p
     library.sgl_sm120_error_string.argtypes = [int32]
