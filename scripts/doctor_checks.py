@@ -369,22 +369,24 @@ def shared_memory_bytes(folder: Path = Path("/dev/shm")) -> int | None:
 
 
 def check_folders(environment: dict[str, str]) -> list[Finding]:
-    """Folders into which kernels are compiled and sockets are put."""
+    """Folders into which kernels are compiled and sockets are put; one finding, since one volume is often the cause."""
     home = environment.get("HOME") or str(Path.home())
-    cache = environment.get("XDG_CACHE_HOME") or f"{home}/.cache"
-    findings = []
-    for what, folder, remedy in (
-        ("cache", cache, "mount a volume that can be written there or set XDG_CACHE_HOME"),
-        ("temporary folder", environment.get("TMPDIR") or "/tmp", "mount a volume there or set TMPDIR"),
+    failed: dict[str, tuple[str, str, str]] = {}
+    for what, variable, folder in (
+        ("cache", "XDG_CACHE_HOME", environment.get("XDG_CACHE_HOME") or f"{home}/.cache"),
+        ("temporary folder", "TMPDIR", environment.get("TMPDIR") or "/tmp"),
     ):
         try:
             Path(folder).mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=folder):
                 pass
         except OSError as error:
-            text = f"{what}: expected {folder} to be writable, got '{error.strerror}'; {remedy}"
-            findings.append(fatal(text))
-    return findings
+            failed[what] = folder, str(error.strerror), variable
+    if not failed:
+        return []
+    folders, reasons, variables = (" and ".join(dict.fromkeys(parts)) for parts in zip(*failed.values(), strict=True))
+    remedy = f"mount a volume that can be written there or set {variables}"
+    return [fatal(f"{' and '.join(failed)}: expected {folders} to be writable, got '{reasons}'; {remedy}")]
 
 
 def check_model(option: str, value: str | None) -> list[Finding]:

@@ -304,6 +304,11 @@ def test_folders_that_cannot_be_written(tmp_path: Path) -> None:
     assert doctor.check_folders({"HOME": fine, "TMPDIR": fine}) == []
     cache = doctor.check_folders({"HOME": fine, "XDG_CACHE_HOME": blocked, "TMPDIR": fine})
     assert f"cache: expected {blocked} to be writable" in the_one(cache, Level.FATAL)
+    both = doctor.check_folders({"HOME": blocked, "TMPDIR": blocked})
+    assert the_one(both, Level.FATAL) == (
+        f"cache and temporary folder: expected {blocked}/.cache and {blocked} to be writable, got 'Not a directory'; "
+        "mount a volume that can be written there or set XDG_CACHE_HOME and TMPDIR"
+    )
     temporary = doctor.check_folders({"HOME": fine, "TMPDIR": blocked})
     assert f"temporary folder: expected {blocked} to be writable" in the_one(temporary, Level.FATAL)
 
