@@ -8,6 +8,7 @@ docker run ... IMAGE health                       exit status 0 when the server 
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import json
 import os
@@ -107,11 +108,11 @@ def check_values(name: str, option: Option, values: Sequence[str]) -> None:
 
 def is_number(kind: str, text: str) -> bool:
     """Whether `text` is an int or a float, whichever `kind` says."""
-    try:
-        int(text) if kind == "int" else float(text)
-    except ValueError:
-        return False
-    return True
+    convert = int if kind == "int" else float
+    with contextlib.suppress(ValueError):
+        convert(text)
+        return True
+    return False
 
 
 def first(options: Mapping[str, str], names: Iterable[str]) -> str | None:
