@@ -222,3 +222,28 @@ def test_host_path_is_gathered_from_the_results(tmp_path: Path) -> None:
     subprocess.run([sys.executable, str(REPO_ROOT / "scripts" / "bench" / "host_path.py"), str(folder)], check=True)
     committed = "scripts/bench/results/h200/host_path.json"
     assert (folder / "host_path.json").read_text() == page(committed), f"{committed}: run scripts/bench/host_path.py"
+
+
+def test_pages_have_what_neighbouring_slots_save() -> None:
+    """Whole contexts in neighbouring slots against none, as a share of a call of one request."""
+    rows = [row for row in results("sgl-kernel-sm120/benchmarks/results/h200/slots.json")["rows"] if row["bs"] == 1]
+    times = {(row["context"], row["run"]): row["us"] for row in rows}
+    saved = [100 * (1 - times[context, "whole"] / us) for (context, run), us in times.items() if run == 1]
+    least, most = f"{min(saved):.1f}", f"{max(saved):.1f}"
+    note = " ".join(page("sgl-kernel-sm120/docs/mla_tree_verify.md").split())
+    assert f"save {least} to {most} % of a call of one request" in note
+    assert f"neighbouring slots save the kernel at most {most} % of a call, " in page("README.md")
+
+
+def test_readme_has_the_limits_of_moves() -> None:
+    code = page("sglang/python/sglang/srt/sm120/defrag.py")
+    value = dict(re.findall(r"^(TARGET_RUN|STEP_BUDGET_US) = ([\d.]+)", code, re.MULTILINE))
+    text = " ".join(page("README.md").split())
+    assert f"in moves fitted to {float(value['STEP_BUDGET_US']):.0f} microseconds, " in text
+    assert f"when runs are shorter than {value['TARGET_RUN']} rows on average" in text
+
+
+def test_readme_counts_the_fixes_of_the_release() -> None:
+    words = {6: "six", 7: "seven", 8: "eight", 9: "nine", 10: "ten"}
+    series = re.findall(r"^\| \[([\w-]+)\]\(patches/covers/", page("README.md"), re.MULTILINE)
+    assert f"the first {words[series.index('ddtree')]} rows of the next table" in page("README.md")
