@@ -440,6 +440,18 @@ def not_an_object(path: Path) -> str:
     return "" if isinstance(content, dict) else f"a {type(content).__name__}"
 
 
+def check_configuration(option: str, value: str | None) -> list[Finding]:
+    """A file with more of the server's options."""
+    try:
+        if value is not None:
+            Path(value).open("rb").close()
+    except OSError as error:
+        return [
+            fatal(f"{option}: expected {value} to be readable, got '{error.strerror}'; mount it or correct the path")
+        ]
+    return []
+
+
 def check_port(host: str, port: int) -> list[Finding]:
     """Whether the server can listen there."""
     if not 1 <= port <= 65535:
@@ -472,6 +484,7 @@ class Questions:
 
     model: str | None = None
     draft: str | None = None
+    configuration: str | None = None
     host: str = "127.0.0.1"
     port: int | None = None
     ranks: int = 1
@@ -497,6 +510,7 @@ def examine(asked: Questions) -> list[Finding]:
     findings += check_folders(environment)
     findings += check_model("--model-path", asked.model)
     findings += check_model("--speculative-draft-model-path", asked.draft)
+    findings += check_configuration("--config", asked.configuration)
     if asked.port is not None:
         findings += check_port(asked.host, asked.port)
     return findings

@@ -396,6 +396,17 @@ def test_model_whose_links_leave_the_mount(model: Path) -> None:
     assert "part-2.safetensors missing, since its link leads outside the mount" in model_fault(model)
 
 
+def test_configuration_file(tmp_path: Path) -> None:
+    (tmp_path / "serve.yaml").write_text("model-path: a")
+    assert doctor.check_configuration("--config", str(tmp_path / "serve.yaml")) == []
+    assert doctor.check_configuration("--config", None) == []
+    assert the_one(doctor.check_configuration("--config", "/models/absent.yaml"), Level.FATAL) == (
+        "--config: expected /models/absent.yaml to be readable, got 'No such file or directory'; "
+        "mount it or correct the path"
+    )
+    assert "got 'Is a directory'" in the_one(doctor.check_configuration("--config", str(tmp_path)), Level.FATAL)
+
+
 def test_port() -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))

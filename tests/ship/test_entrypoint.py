@@ -234,6 +234,9 @@ def test_refusals_are_one_line(share: Path, tmp_path: Path) -> None:
     )
     assert "error: cache: expected" in refused(share, XDG_CACHE_HOME=str(tmp_path / "file"))
     assert refused(share, "--model-path", "a", "b").startswith("error: b: expected an option")
+    assert "error: --config: expected /absent.yaml to be" in refused(
+        share, "--config", "/absent.yaml", "--device", "cpu"
+    )
     assert "got 'fast'; unset it" in refused(share, SGLANG_SM120_VERIFY="fast")
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
