@@ -21,7 +21,7 @@ from serving.server import Server, free_port, generate
 from sglang.srt.sm120.memory_table import OWNERS
 
 pytestmark = pytest.mark.skipif(shutil.which("prometheus") is None, reason="needs prometheus, which .ci/run fetches")
-SCRAPE_SECONDS = 0.5
+SCRAPE = "2s"  # and as long for an answer, on a machine that is busy
 # What Grafana puts in their place.
 INTERVALS = {"$__rate_interval": "1m", "$__range": "5m"}
 # Needs a card, on which the kernel and Triton are compared.
@@ -35,10 +35,10 @@ class Prometheus:
 
     def __init__(self, folder: Path, docker: Path, server: Server) -> None:
         configuration = yaml.safe_load((docker / "prometheus.yaml").read_text())
-        configuration["global"] = {"evaluation_interval": f"{SCRAPE_SECONDS * 1000:.0f}ms"}
+        configuration["global"] = {"evaluation_interval": SCRAPE}
         configuration["rule_files"] = [str(docker / name) for name in configuration["rule_files"]]
         (job,) = configuration["scrape_configs"]
-        job |= {"scrape_interval": f"{SCRAPE_SECONDS * 1000:.0f}ms", "scrape_timeout": "500ms"}
+        job |= {"scrape_interval": SCRAPE, "scrape_timeout": SCRAPE}
         job["static_configs"] = [{"targets": [f"127.0.0.1:{server.port}"]}]
         (folder / "prometheus.yml").write_text(yaml.safe_dump(configuration))
         self.url = f"http://127.0.0.1:{free_port()}"
@@ -138,6 +138,7 @@ def test_alerts_are_evaluated_and_quiet(prometheus: Prometheus, repo_root: Path)
     (group,) = prometheus.ask("rules")["groups"]
     written = yaml.safe_load((repo_root / "docker" / "rules.yaml").read_text())["groups"][0]["rules"]
     assert [rule["name"] for rule in group["rules"]] == [rule["alert"] for rule in written]
-    assert {(rule["health"], rule["state"]) for rule in group["rules"]} == {("ok", "inactive")}
+    assert {rule["health"] for rule in group["rules"]} == {"ok"}
+    assert not [rule["name"] for rule in group["rules"] if rule["state"] == "firing"]
     (target,) = prometheus.ask("targets")["activeTargets"]
     assert (target["health"], target["lastError"]) == ("up", "")
