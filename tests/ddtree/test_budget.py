@@ -9,9 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from sglang.srt.speculative import ddtree_budget
 from sglang.srt.speculative.ddtree_budget import (
     PASSES_BETWEEN_TRIALS,
     BudgetController,
+    Pace,
     StepCosts,
     auto_budgets,
     request_budget,
@@ -57,6 +59,31 @@ def test_tokens_per_second_decide(batch_size: int, index: int) -> None:
 def test_a_long_context_costs_a_large_tree_more(context: int, index: int) -> None:
     """4 / (10 + 0.1 k) and 4.8 / (10.2 + 0.3 k) for k thousand tokens of context are equal at k = 10."""
     assert choose(controller(), 1, context) == index
+
+
+def test_what_a_step_takes_beside_its_graphs_favours_larger_trees() -> None:
+    """Of a host that needs 40 for each step: 4 / 52, 4.8 / 55, 5 / 62."""
+    made = controller()
+    assert choose(made, 8) == 0
+    made.observe(2, 5, [5 * gain for gain in GAINS], [15, 19, 20], 40.0)
+    assert choose(made, 8) == 1
+
+
+def test_the_pace_is_that_of_like_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, 5.0, 8.0, 11.0, 14.0, 80.0, 83.0, 90.0, 91.0, 1000.0, 1003.0, 1006.0])
+    monkeypatch.setattr(ddtree_budget.time, "perf_counter", lambda: next(clock))
+    pace = Pace()
+    assert pace.rest() == 0.0
+    rests = []
+    for kind in "aaaaaaabb":
+        pace.step(kind, 1.0)
+        rests.append(pace.rest())
+    # The second step may still wait for another one. Of 2, 2, 2, 65, 2 the median is 2; kind b is too young.
+    assert rests == [0.0, 0.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0]
+    pace.interrupt()
+    for _ in range(3):
+        pace.step("b", 20.0)
+    assert pace.rest() == 2.0, "of one more rest, -17, and five others"
 
 
 def test_without_figures_it_is_the_chain() -> None:

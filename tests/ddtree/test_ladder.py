@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sglang.srt.sm120.verify_route import Kernel, VerifyRoute
-from sglang.srt.speculative import ddtree_ladder
+from sglang.srt.speculative import ddtree_budget, ddtree_ladder
 from sglang.srt.speculative.ddtree_budget import BudgetController, StepCosts
 from sglang.srt.speculative.ddtree_ladder import Ladder
 from sglang.srt.speculative.ddtree_tree import build_tree
@@ -45,13 +45,15 @@ class Controller(BudgetController):
         self._rungs = list(rungs)
         self.asked: list[tuple[Any, float]] = []
         self.seen: list[tuple[Any, ...]] = []
+        self.rests: list[float] = []
 
     def choose(self, limits: Any, context: float) -> int:
         self.asked.append((limits, context))
         return self._rungs.pop(0)
 
     def observe(self, *figures: Any) -> None:
-        self.seen.append(figures)
+        self.seen.append(figures[:-1])
+        self.rests.append(figures[-1])
 
 
 @pytest.fixture(autouse=True)
@@ -136,6 +138,23 @@ def test_requests_that_cut_their_trees_tell_nothing() -> None:
         ladder.record(ladder.largest, walk(ladder.choose(requests(*limits), 0), text), 3)
     assert [num_trees for _, num_trees, *_ in controller.seen] == [1]
     assert controller.asked[0][0] == [None, 16, 3]
+
+
+def test_the_time_of_steps_beside_their_graphs_is_learned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes take a second in the table, steps 1.5; a prefill, another budget and a clock of another rank do not count."""
+    now = [0.0]
+    monkeypatch.setattr(ddtree_budget.time, "perf_counter", lambda: now[0])
+    ladder = Ladder(runner(), BUDGETS, 8, ALONE)
+    ladder._controller = controller = Controller(2, 2, 2, 2, 0, 0, 2, 2, 2, 2, 2)
+    for step in range(11):
+        rung = ladder.choose(requests(None, None, None), 0)
+        ladder.record(rung, walk(rung, draft(ladder, step)), 3)
+        ladder._passes[-1].foretold = ladder._passes[-1].foretold.clone()
+        now[0] += 1.5
+        if step in (7, 10):
+            ladder.interrupt()
+            now[0] += 100
+    assert controller.rests == [0.0, 0.0] + [0.5] * 7
 
 
 def test_the_log_counts_passes_by_budget() -> None:

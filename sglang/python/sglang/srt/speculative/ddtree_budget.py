@@ -4,12 +4,16 @@
 A larger tree accepts more and costs more, and what it costs depends on the batch and its contexts. Trees are nested, so a
 verified tree tells what each smaller one would have accepted. What a larger one would accept beyond it is foretold by the
 drafter's probabilities along the paths, corrected by how often they came true. Costs are measured at start-up on the
-captured graphs. The spine alone, which is the DFLASH chain, is always among the choices.
+captured graphs; what a step takes beside them, on the host above all, is measured while it serves. The spine alone, which
+is the DFLASH chain, is always among the choices.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import statistics
+import time
+from collections import deque
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,6 +61,38 @@ class StepCosts:
         return [short + context * slope for short, slope in zip(self.short[size], self.per_token[size], strict=True)]
 
 
+class Pace:
+    """What steps take beside their captured passes: work of the host that nothing hides, and of the device between them.
+
+    Measured from step to step while like follows like, the median of the last 15: a pause in between is none of it.
+    """
+
+    def __init__(self) -> None:
+        self._began = 0.0
+        self._kind: Hashable = None
+        self._alike = 0
+        self._rests: deque[float] = deque(maxlen=15)
+
+    def interrupt(self) -> None:
+        """Something else than a decode step runs next."""
+        self._kind = None
+
+    def step(self, kind: Hashable, seconds: float) -> None:
+        """A step begins whose captured passes take `seconds`; steps of one kind take equally long.
+
+        While steps overlap the host waits for the one before the last, so that three alike must follow each other.
+        """
+        now = time.perf_counter()
+        self._alike = self._alike + 1 if kind == self._kind else 0
+        if self._alike >= 2:
+            self._rests.append(now - self._began - seconds)
+        self._began, self._kind = now, kind
+
+    def rest(self) -> float:
+        """Seconds of a step beside its captured passes."""
+        return max(statistics.median(self._rests), 0.0) if self._rests else 0.0
+
+
 class BudgetController:
     """Chooses among budgets by tokens per second. Ranks that feed it the same numbers choose the same.
 
@@ -75,6 +111,7 @@ class BudgetController:
         self._tried = [0.0] * len(budgets)
         self._came_true = [0.0] * len(budgets)
         self._passes_since_trial = 0
+        self._rest = 0.0
 
     def choose(self, limits: Sequence[int | None], context: float) -> int:
         """Index of the budget for the next pass.
@@ -87,14 +124,20 @@ class BudgetController:
         last = max(caps)
         if not self._trees:
             return 0
-        tokens, costs = self.expected_tokens(), self._costs.seconds(len(limits), context)
-        speeds = [sum(tokens[min(index, cap)] for cap in caps) / costs[index] for index in range(last + 1)]
+        tokens, costs = self.expected_tokens(), self.costs(len(limits), context)
+        speeds = [
+            sum(tokens[min(index, cap)] for cap in caps) / (costs[index] + self._rest) for index in range(last + 1)
+        ]
         best = speeds.index(max(speeds))
         self._passes_since_trial = 0 if best == last else self._passes_since_trial + 1
         if self._passes_since_trial < PASSES_BETWEEN_TRIALS:
             return best
         self._passes_since_trial = 0
         return best + 1
+
+    def costs(self, batch_size: int, context: float) -> list[float]:
+        """Seconds of the captured passes of one step, per budget."""
+        return self._costs.seconds(batch_size, context)
 
     def expected_tokens(self) -> list[float]:
         """Tokens that a pass yields for one request, the bonus included, per budget; after at least one pass."""
@@ -104,7 +147,9 @@ class BudgetController:
             found.append(tokens)
         return found
 
-    def observe(self, index: int, num_trees: int, foretold: Sequence[float], accepted: Sequence[int]) -> None:
+    def observe(
+        self, index: int, num_trees: int, foretold: Sequence[float], accepted: Sequence[int], rest: float = 0.0
+    ) -> None:
         """Take one verified pass.
 
         Args:
@@ -112,7 +157,9 @@ class BudgetController:
             num_trees: requests of the pass whose trees had all of its nodes, at least 1.
             foretold: per budget, the drafts that the drafter expected to be accepted in all of these trees.
             accepted: the drafts that were, for each budget up to the pass's own: those among its first nodes.
+            rest: what steps take beside their captured passes.
         """
+        self._rest = rest
         keep = (1 - 1 / WINDOW) ** num_trees
         self._trees = self._trees * keep + num_trees
         foretold_before, accepted_before = 0.0, 0

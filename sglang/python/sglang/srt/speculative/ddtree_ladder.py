@@ -20,7 +20,7 @@ import torch
 from sglang.srt.sm120.memory_budget import AttentionScratch, VerifyShape, check_room
 from sglang.srt.sm120.verify_route import drop_unread_mask, route_of, workspace_for, workspace_of
 from sglang.srt.speculative.ddtree_args import verify_width
-from sglang.srt.speculative.ddtree_budget import BudgetController, StepCosts, request_budget
+from sglang.srt.speculative.ddtree_budget import BudgetController, Pace, StepCosts, request_budget
 from sglang.srt.speculative.ddtree_simulate import simulated_lengths
 from sglang.srt.speculative.ddtree_tree import TreeBuffers
 from sglang.srt.speculative.ddtree_walk import WalkBuffers
@@ -67,8 +67,8 @@ class VerifiedPass:
 
     index     of its rung
     whole     requests whose trees no request parameter has cut
-    foretold  fp32 [bs, rungs]  drafts that the drafter expected to be accepted, by budget
-    rows      int64 [bs, D]     accepted rows; 0 for the root, -1 behind the last
+    foretold  fp32 [bs, rungs + 1]  drafts that the drafter expected to be accepted, by budget; last `Pace.rest`
+    rows      int64 [bs, D]  accepted rows; 0 for the root, -1 behind the last
     copied    when both have arrived
     """
 
@@ -100,7 +100,8 @@ class Ladder:
         self._used = [0] * len(budgets)
         self._last_nodes = torch.tensor(budgets, device=runner.device) - 1
         self.simulated = simulated_lengths(budgets, block_size)
-        self._foretold = torch.zeros((max_requests, len(budgets)), device=runner.device)
+        self._foretold = torch.zeros((max_requests, len(budgets) + 1), device=runner.device)
+        self._pace = Pace()
         self.rungs = []
         for budget in budgets:
             width = verify_width(budget, block_size)
@@ -205,7 +206,7 @@ class Ladder:
                 self._foretold[:batch_size, index] = length - 1
         elif len(self.rungs) > 1:
             expected = self.largest.tree.scores[:batch_size, 1:].exp().cumsum(1)
-            torch.index_select(expected, 1, self._last_nodes, out=self._foretold[:batch_size])
+            self._foretold[:batch_size, :-1] = expected.index_select(1, self._last_nodes)
 
     def choose(self, reqs: Sequence[Any], total_context: int) -> Rung:
         """Pick the rung of the next pass, cut its trees to what requests ask for, and make it the target's.
@@ -216,7 +217,9 @@ class Ladder:
         index = 0
         if self._controller is not None:
             self._learn()
-            index = self._controller.choose(limits, total_context / len(reqs))
+            context = total_context / len(reqs)
+            index = self._controller.choose(limits, context)
+            self._pace.step((index, len(reqs)), self._controller.costs(len(reqs), context)[index])
         rung = self.rungs[index]
         if rung is not self.largest:
             rung.tree.copy_prefix_from(self.largest.tree, len(reqs))
@@ -233,11 +236,17 @@ class Ladder:
             self._runner.decode_cuda_graph_runner = rung.graph_runner
         return rung
 
+    def interrupt(self) -> None:
+        """Something else than a decode step runs next; times from step to step leave it out."""
+        self._pace.interrupt()
+
     def record(self, rung: Rung, walk: WalkBuffers, batch_size: int) -> None:
         """Start copies of what the pass that was walked tells about budgets; the host sees them two passes later."""
         if self._controller is None:
             return
         foretold = self._foretold[:batch_size]
+        # The first rank's clock counts, and travels with its figures.
+        foretold[:, -1] = self._pace.rest()
         if self._tp_group.world_size > 1:
             self._tp_group.broadcast(foretold, src=0)
         # Whole rows lie together, so that this is one copy.
@@ -285,11 +294,13 @@ class Ladder:
             seen.copied.synchronize()
             rows = seen.rows.numpy()[seen.whole]
             drafts = rows[rows > 0]
+            foretold = seen.foretold.numpy()
             self._controller.observe(
                 seen.index,
                 len(seen.whole),
-                seen.foretold.numpy()[seen.whole].sum(0).tolist(),
+                foretold[seen.whole, :-1].sum(0).tolist(),
                 [int((drafts <= rung.budget).sum()) for rung in self.rungs[: seen.index + 1]],
+                float(foretold[0, -1]),
             )
 
 

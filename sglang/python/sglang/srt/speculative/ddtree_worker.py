@@ -121,6 +121,8 @@ class DDTreeWorker(DFlashWorkerV2):
     def forward_batch_generation(self, batch: ScheduleBatch, **callbacks: Any) -> GenerationBatchResult:
         """Run a prefill or a decode step; slots move before it, on its stream."""
         self.defragmenter.before_step(batch)
+        if not batch.forward_mode.is_decode():
+            self._ladder.interrupt()
         return super().forward_batch_generation(batch, **callbacks)
 
     def verify_draft_tree(
