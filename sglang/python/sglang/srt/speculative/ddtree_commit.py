@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What follows a walk: the numbers that a step hands on, and the accepted rows of the target's KV cache.
 
-On a GPU each is one launch: the numbers of all requests, and the rows of all layers of an MLA pool.
+On a GPU each is one launch: the numbers of all requests, and the rows of all layers of a pool.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.memory_pool import KVCache
 
 WORD_BYTES = 4
+# The rows of a request in registers, 128 of each thread.
+LARGEST_PROGRAM_BYTES = 2**16
 
 
 @dataclass(frozen=True)
@@ -160,17 +162,30 @@ def move_accepted_rows(pool: KVCache, destinations: torch.Tensor, sources: torch
         pool: the target's KV pool.
         destinations, sources: int64 [bs, D]; equal slots are left alone, which is the rule when the path is the spine.
     """
-    from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
-
-    if not destinations.is_cuda or type(pool) is not MLATokenToKVPool:
+    row_bytes = _row_bytes(pool, destinations.shape[1]) if destinations.is_cuda else None
+    if row_bytes is None:
         pool.move_kv_cache(destinations.flatten(), sources.flatten())
-        return
-    move_rows(pool.data_ptrs, destinations, sources, row_bytes=_row_bytes(pool))
+    else:
+        move_rows(pool.data_ptrs, destinations, sources, row_bytes)
 
 
-def _row_bytes(pool: Any) -> int:
-    layer = pool.kv_buffer[0]
-    return int(layer.stride(0) * layer.element_size())
+def _row_bytes(pool: Any, num_rows: int) -> int | None:
+    """Bytes of a row of every buffer of a pool; None where buffers differ, or `num_rows` of them do not fit a program.
+
+    The pool's own way for keys and values has no barrier between its reads and writes.
+    """
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+
+    if type(pool) is MLATokenToKVPool:
+        return _bytes_of_row(pool.kv_buffer[0])
+    if type(pool) is not MHATokenToKVPool or pool.use_hnd or pool.is_quantized_kv_cache:
+        return None
+    keys, values = _bytes_of_row(pool.k_buffer[0]), _bytes_of_row(pool.v_buffer[0])
+    return keys if keys == values and num_rows * keys <= LARGEST_PROGRAM_BYTES else None
+
+
+def _bytes_of_row(buffer: torch.Tensor) -> int:
+    return int(buffer.stride(0) * buffer.element_size())
 
 
 def move_rows(layers: torch.Tensor, destinations: torch.Tensor, sources: torch.Tensor, row_bytes: int) -> None:
