@@ -112,7 +112,7 @@ def test_readme_has_the_server_s_figures(context: int) -> None:
 def test_the_claim_at_the_top_is_the_longest_context() -> None:
     stock, fork = (rounded(server_row(name, 65536)["ms_per_step"]) for name in ("stock-dflash", "sm120-ddtree"))
     (claim,) = cells("README.md", "one step at 64k context, rank shape of Kimi K2.6, H200")
-    assert claim[1:] == [f"{stock} ms (DFLASH, Triton)", f"{fork} ms (DDTree, `mla_tree_verify`)"]
+    assert claim[1:] == [f"{stock} ms (SGLang 0.5.17, Triton)", f"{fork} ms (`mla_tree_verify`)"]
     letter = " ".join(page("patches/covers/kernel.md").split())
     assert f"takes {stock} ms on an H200" in letter and f"takes {fork} ms with it" in letter
 
@@ -138,13 +138,19 @@ def test_curves_over_budgets(document: str, heading: str, name: str) -> None:
             assert line.endswith(f"| {rows[first]['accept_length']:.2f} |")
 
 
-def test_the_claim_of_one_stream() -> None:
+def test_the_claims_of_streams() -> None:
     alone = {
         row["label"]: f"{row['tok_s']:,.0f}" for row in results("tests/serving/results/h200_decode.json")["rows"][::3]
     }
     (claim,) = cells("README.md", "one stream, demo pair, H200")
-    assert claim[1].startswith(f"{alone['chain']} tokens/s (DFLASH") and claim[2].startswith(
-        f"{alone['tree-auto']} tokens/s"
+    assert claim[1:] == [
+        f"{alone['chain']} tokens/s (on this kernel too)",
+        f"{alone['tree-auto']} tokens/s (budget `auto`)",
+    ]
+    rows = results("tests/serving/results/h200_decode_rank.json")["rows"]
+    one, eight, many = (f"{tree['tok_s'] / chain['tok_s']:.2f}" for chain, tree in zip(rows[:3], rows[3:], strict=True))
+    assert f"at the rank shape, 16 nodes give {one}, {eight} and {many} of the chain" in " ".join(
+        page("README.md").split()
     )
 
 
@@ -153,7 +159,7 @@ def test_the_claims_of_accept_lengths_are_those_without_a_server() -> None:
     lengths = alone["chain_accept_length"], *(alone["tree_accept_length"][nodes] for nodes in ("16", "64"))
     chain, tree, large = (f"{length:.2f}" for length in lengths)
     (row,) = cells("README.md", "tokens per step, demo pair, greedy, without a server")
-    assert row[1:] == [f"{chain} (DFLASH chain)", f"{tree} (DDTree, 16 nodes), {large} (64 nodes)"]
+    assert row[1:] == [chain, f"{tree} (16 nodes), {large} (64 nodes)"]
     letter = " ".join(page("patches/covers/ddtree.md").split())
     assert (
         f"accepts {tree} tokens per step instead of the chain's {chain} (16 nodes, greedy), and {large} with 64"

@@ -6,9 +6,11 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from serving.server import ModelPair
 from sglang.srt.environ import envs
@@ -73,6 +75,22 @@ def test_an_unknown_verify_mode_ends_the_start(demo_pair: ModelPair, monkeypatch
     monkeypatch.setenv("SGLANG_SM120_VERIFY", "maybe")
     with pytest.raises(StartupError, match="SGLANG_SM120_VERIFY: expected one of auto, on, off, validate, got 'maybe'"):
         resolve(demo_pair)
+
+
+@pytest.mark.parametrize("algorithm", ["DFLASH", None])
+@pytest.mark.parametrize("mode", ["on", "validate"])
+def test_the_kernel_is_not_asked_for_without_a_card(
+    monkeypatch: pytest.MonkeyPatch, algorithm: str | None, mode: str
+) -> None:
+    monkeypatch.setenv("SGLANG_SM120_VERIFY", mode)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    asked: Any = SimpleNamespace(speculative_algorithm=algorithm, speculative_ddtree_budget=None)
+    with pytest.raises(
+        StartupError, match=f"SGLANG_SM120_VERIFY={mode}: expected an NVIDIA device, got none; set it to"
+    ):
+        ddtree_args.check_early(asked)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    ddtree_args.check_early(asked)
 
 
 def test_auto_needs_something_to_measure(demo_pair: ModelPair) -> None:

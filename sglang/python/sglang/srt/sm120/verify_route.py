@@ -49,7 +49,17 @@ def verify_mode() -> VerifyMode:
         return VerifyMode(value)
     except ValueError:
         expected = ", ".join(mode.value for mode in VerifyMode)
-        raise StartupError(f"{MODE_VARIABLE}: expected one of {expected}, got {value!r}") from None
+        raise StartupError(f"{MODE_VARIABLE}: expected one of {expected}, got {value!r}; unset it") from None
+
+
+def refuse_without_card() -> None:
+    """Stop a start that insists on the kernel on a machine that cannot run it.
+
+    Errors: StartupError in the modes ``on`` and ``validate`` without an NVIDIA device.
+    """
+    mode = verify_mode()
+    if mode in (VerifyMode.ON, VerifyMode.VALIDATE) and not torch.cuda.is_available():
+        raise StartupError(f"{MODE_VARIABLE}={mode.value}: expected an NVIDIA device, got none; set it to auto")
 
 
 class Fallback(NamedTuple):

@@ -14,7 +14,7 @@ from sglang.srt.sm120.disconnects import notice_disconnects
 from sglang.srt.sm120.memory_budget import lower_default_fraction
 from sglang.srt.sm120.startup import StartupError
 from sglang.srt.sm120.variables import check_names
-from sglang.srt.sm120.verify_route import verify_mode
+from sglang.srt.sm120.verify_route import refuse_without_card
 from sglang.srt.speculative.ddtree_algorithm import is_ddtree
 from sglang.srt.speculative.ddtree_budget import AUTO, auto_budgets
 
@@ -26,8 +26,8 @@ logger = logging.getLogger(__name__)
 LENGTHS_VARIABLE = "SGLANG_SM120_SIMULATE_ACC_LENS"
 MIN_BUDGET = 1
 MAX_BUDGET = 64
-# Of 7, 16, 32 and 64 nodes the fastest single stream on the demo pair with its block of 8
-# (tests/serving/results/cpu_decode.json); a larger tree accepts more, at a cost that a batch feels.
+# A compromise for one stream and few: a larger tree accepts more, at a cost that a batch feels
+# (tests/serving/results/h200_decode_rank.json).
 DEFAULT_BUDGET = 16
 SUPPORTED_PAGE_SIZES = (1, 16, 32, 64)
 
@@ -63,7 +63,8 @@ def resolve_server_args(server_args: ServerArgs) -> None:
     budgets = auto_budgets(block_size) if asked == AUTO else (int(asked),)
     if asked == AUTO and not _decode_graphs_on(server_args):
         raise StartupError(
-            "--speculative-ddtree-budget: auto measures the cost of a step on decode CUDA graphs, which are off; give a number"
+            "--speculative-ddtree-budget: auto measures the cost of a step on decode CUDA graphs, which the CPU has not and "
+            "--cuda-graph-backend-decode disabled turns off; give a number"
         )
     simulated_lengths(budgets, block_size)  # refuses what it cannot force
     budget = budgets[-1]
@@ -118,7 +119,7 @@ def check_early(server_args: ServerArgs) -> None:
     """
     check_names(os.environ)
     notice_disconnects()
-    verify_mode()
+    refuse_without_card()
     defragments = defrag_mode() is not DefragMode.OFF
     check_requested()
     if is_ddtree(server_args.speculative_algorithm):
