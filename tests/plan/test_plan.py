@@ -22,6 +22,7 @@ from rank_shape import draft_config, target_config
 
 from sglang.srt.mem_cache import kv_cache_configurator
 from sglang.srt.sm120.memory_budget import AttentionScratch, VerifyShape
+from sglang.srt.speculative import ddtree_args, ddtree_budget
 
 GIB = 1024**3
 DEEPSEEK_V3 = target_config(61) | {
@@ -136,13 +137,16 @@ def test_the_fraction_gives_the_pools_what_was_planned(
     assert planned - card / 1000 <= pools <= planned, "the flag has three digits"
 
 
+@pytest.mark.parametrize("budget, widths", [(16, (17,)), (None, (8, 17, 33))])
 @pytest.mark.parametrize("tp_size, concurrency", [(1, 1), (8, 4), (8, 48)])
-def test_the_plan_leaves_what_the_server_will_ask_for(plan: ModuleType, tp_size: int, concurrency: int) -> None:
+def test_the_plan_leaves_what_the_server_will_ask_for(
+    plan: ModuleType, tp_size: int, concurrency: int, budget: int | None, widths: tuple[int, ...]
+) -> None:
     """What is missing beside the pools ends a start (memory_budget.py)."""
-    result = plan.plan(KIMI_K2, KIMI_DRAFTER, tp_size, 4000 * GIB, budget=16, concurrency=concurrency)
+    result = plan.plan(KIMI_K2, KIMI_DRAFTER, tp_size, 4000 * GIB, budget=budget, concurrency=concurrency)
     needed = VerifyShape(
         captured=concurrency,
-        widths=(17,),
+        widths=widths,
         block_size=8,
         context_len=262_144,
         vocab_size=163_840,
@@ -150,9 +154,79 @@ def test_the_plan_leaves_what_the_server_will_ask_for(plan: ModuleType, tp_size:
         target=AttentionScratch(64 // tp_size, 256, 512),
         drafter=AttentionScratch(64 // tp_size, 8, 128),
     ).capture_bytes()
-    assert (
-        sum(needed.values()) <= result["graphs"] + result["logits"] <= 2 * sum(needed.values()) + concurrency * GIB / 8
-    )
+    graphs = len(widths) * concurrency * GIB / 8
+    assert sum(needed.values()) <= result["graphs"] + result["logits"] <= 2 * sum(needed.values()) + graphs
+
+
+@pytest.mark.parametrize("block", [4, 8, 17, 24, 64])
+def test_auto_is_what_the_server_chooses_from(plan: ModuleType, block: int) -> None:
+    assert plan.AUTO == ddtree_budget.AUTO and plan.MAX_BUDGET == ddtree_args.MAX_BUDGET
+    assert plan.verify_widths(None, block) == tuple(budget + 1 for budget in ddtree_budget.auto_budgets(block))
+
+
+def test_auto_keeps_room_for_its_largest_tree(tmp_path: Path) -> None:
+    target, drafter = folder(tmp_path / "target", KIMI_K2), folder(tmp_path / "draft", KIMI_DRAFTER)
+    flags = (target, "--drafter", drafter, "--card-gib", "400", "--json", "--budget")
+    auto, small, large = (json.loads(run(*flags, budget).stdout) for budget in ("auto", "16", "32"))
+    assert auto["logits"] == large["logits"] > small["logits"]
+    assert auto["graphs"] > large["graphs"] and auto["tokens"] < large["tokens"] < small["tokens"]
+
+
+def test_without_a_drafter_plain_decoding_is_planned(tmp_path: Path) -> None:
+    target = folder(tmp_path / "target", KIMI_K2)
+    flags = (target, "--card-gib", "400", "--json")
+    plain = json.loads(run(*flags).stdout)
+    assert not {"draft_weights", "draft_kv", "mask", "workspace"} & set(plain)
+    assert plain["kv"] == plain["tokens"] * 61 * 576 * 2
+    assert plain["logits"] == 4 * 163_840 * 4
+    drafted = json.loads(run(*flags, "--drafter", folder(tmp_path / "draft", KIMI_DRAFTER)).stdout)
+    assert plain["weights"] == drafted["weights"] and plain["tokens"] > drafted["tokens"]
+
+
+def test_a_budget_without_a_drafter_is_refused(tmp_path: Path) -> None:
+    result = run(folder(tmp_path / "target", KIMI_K2), "--card-gib", "400", "--budget", "8")
+    assert result.stderr == "plan: --budget: expected --drafter beside it, got --budget 8 alone\n"
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"hidden_size": 2048}, "hidden_size is 2048, the target has 7168"),
+        ({"vocab_size": 129_280}, "vocab_size is 129280, the target has 163840"),
+        ({"num_target_layers": 47}, "num_target_layers is 47, the target has 61"),
+        ({"dflash_config": {"num_target_layers": 47}}, "num_target_layers is 47, the target has 61"),
+    ],
+)
+def test_a_drafter_of_another_target_is_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    drafter = folder(tmp_path / "draft", KIMI_DRAFTER | change)
+    result = run(folder(tmp_path / "target", KIMI_K2), "--drafter", drafter, "--card-gib", "400")
+    expected = f"plan: --drafter: it was made for another target: its {message}\n"
+    assert (result.returncode, result.stderr) == (1, expected)
+
+
+def test_a_drafter_that_states_no_vocabulary_is_taken(plan: ModuleType) -> None:
+    left_out = ("vocab_size", "num_target_layers")
+    drafter = {name: value for name, value in KIMI_DRAFTER.items() if name not in left_out}
+    plan.check_pair(KIMI_K2, drafter)
+
+
+@pytest.mark.parametrize(
+    "card_gib, missing", [("300", "GiB a card are missing"), ("419", "leave none of them a context")]
+)
+def test_too_many_requests_are_told_to_be_fewer(tmp_path: Path, card_gib: str, missing: str) -> None:
+    target, drafter = folder(tmp_path / "target", KIMI_K2), folder(tmp_path / "draft", KIMI_DRAFTER)
+    flags = (target, "--drafter", drafter, "--card-gib", card_gib, "--concurrency")
+    many = run(*flags, "2000")
+    assert many.returncode == 1 and len(many.stderr.splitlines()) == 1
+    assert missing in many.stderr and many.stderr.endswith("use more or larger cards or lower --concurrency\n")
+    assert run(*flags, "1").returncode == 0
+
+
+def test_help_says_what_each_option_is() -> None:
+    text = " ".join(run("--help").stdout.split())
+    for option in ("--drafter DRAFTER", "--cards CARDS", "--budget BUDGET", "--concurrency CONCURRENCY", "--json"):
+        assert re.search(rf" {option} [^-][^()]*\(default: [^N)]+\)", text), option
+    assert "(default: 8)" in text and "(default: 16)" in text and "(default: 4)" in text and "(required)" in text
 
 
 def test_an_index_corrects_the_estimate(plan: ModuleType, tmp_path: Path) -> None:
@@ -188,14 +262,18 @@ def test_a_table_and_json(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "target, card_gib, message",
     [
-        (KIMI_K2, "96", "does not fit: .* GiB a card are missing"),
+        (KIMI_K2, "96", "does not fit: .* GiB a card are missing; use more or larger cards$"),
         ({"hidden_size": 512}, "96", "expected a DeepSeek-V3-shaped config, got one without 'num_hidden_layers'"),
         (KIMI_K2 | {"quantization_config": {"quant_method": "awq"}}, "96", "expected int4, fp8 or nvfp4, got awq"),
         (None, "96", "expected a folder with config.json"),
         (KIMI_K2, "0", "--card-gib: expected 1 or more, got 0.0"),
         (KIMI_K2, "nan", "--card-gib: expected 1 or more, got nan"),
         (KIMI_K2, "inf", "--card-gib: expected 1 or more, got inf"),
-        (KIMI_K2 | {"num_attention_heads": 60}, "96", "--cards: expected a divisor of the target's 60 heads, got 8"),
+        (
+            KIMI_K2 | {"num_attention_heads": 60},
+            "96",
+            r"--cards: expected a divisor of the target's 60 heads, got 8 \(the default is 8\)",
+        ),
     ],
 )
 def test_what_cannot_be_planned_is_one_line(
@@ -212,8 +290,9 @@ def test_what_cannot_be_planned_is_one_line(
     [
         ("--cards", "0", "1 or more, got 0"),
         ("--concurrency", "0", "1 or more, got 0"),
-        ("--budget", "0", "1 to 64, got 0"),
-        ("--budget", "65", "1 to 64, got 65"),
+        ("--budget", "0", "1 to 64 or auto, got 0"),
+        ("--budget", "many", "1 to 64 or auto, got many"),
+        ("--budget", "65", "1 to 64 or auto, got 65"),
     ],
 )
 def test_a_flag_out_of_bounds_is_named(tmp_path: Path, flag: str, value: str, expected: str) -> None:
