@@ -10,6 +10,7 @@ import json
 import subprocess
 import sys
 import tempfile
+import textwrap
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -73,7 +74,7 @@ KIMI_DRAFTER: dict[str, Any] = {
     "block_size": 8,
     "dflash_config": {"target_layer_ids": [1, 12, 24, 35, 47, 58]},
 }
-# Nobody's: what such a drafter would have, so that its place is kept free.
+# Nobody's: what such a drafter would have, so that its place is kept free. ASSUMED says so under the table.
 DEEPSEEK_DRAFTER = KIMI_DRAFTER | {"max_position_embeddings": 163840}
 GLM_DRAFTER = KIMI_DRAFTER | {
     "hidden_size": 2048,
@@ -82,6 +83,13 @@ GLM_DRAFTER = KIMI_DRAFTER | {
     "intermediate_size": 6144,
     "max_position_embeddings": 202752,
 }
+
+
+ASSUMED = (
+    "No drafter of DeepSeek V3 is known and none of GLM-4.7-Flash was examined: their rows keep room for an assumed one of "
+    f"{KIMI_DRAFTER['num_hidden_layers']} layers with blocks of {KIMI_DRAFTER['block_size']}, as Kimi K2.6 has, with the "
+    "hidden size of the target."
+)
 
 
 class Recipe(NamedTuple):
@@ -133,7 +141,9 @@ def row(recipe: Recipe) -> str:
 def table() -> str:
     """The part of the page between its two marks."""
     head = "| model | cards | weights, GiB a card | tokens in the pool | requests | context of each | memory fraction |"
-    return "\n".join([head, "|---|---|---|---|---|---|---|", *map(row, RECIPES)]) + "\n"
+    return (
+        "\n".join([head, "|---|---|---|---|---|---|---|", *map(row, RECIPES), "", *textwrap.wrap(ASSUMED, 118)]) + "\n"
+    )
 
 
 def main() -> None:
