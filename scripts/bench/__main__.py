@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decode speed of two servers in one run: SGLang's release with DFLASH, and the fork with DDTREE.
 
-    build/env/bin/python scripts/bench OUT.json --stock DIR [--fork DIR] [--models DIR] [--gpus 0,1] [--steps STEPS.json] \
-        [-- SERVER FLAGS]
+    build/env/bin/python scripts/bench OUT.json --stock DIR [--fork DIR] [--models DIR] [--gpus 0,1] [-- SERVER FLAGS]
 
 Both serve the model pair of tests/models/rank_shape.py on dummy weights, with CUDA graphs and the same simulated accept
 length, at each context alone and four at a time. DIR goes to the front of PYTHONPATH: for --stock a folder into which the
-unpatched wheel is unpacked (without --stock only the fork runs), for --fork build/tree when it is not installed. With two
+pinned release is unpacked (without --stock only the fork runs), for --fork build/tree when it is not installed. With two
 GPUs the servers run side by side, each on its own. Text means nothing; times do.
 
 --steps also traces some decode steps of both servers and writes what they cost the host and the device.
@@ -21,18 +20,20 @@ import json
 import os
 import random
 import re
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Self
 
 import requests
 import step_trace
+from checks import UNPACK, Refused, check_device, check_stock
 from memory_log import memory_by_owner
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -83,7 +84,9 @@ class Server:
         self._port = 30100 + int(gpu)
         self.url = f"http://127.0.0.1:{self._port}"
         pair = ("--model-path", str(models / "target"), "--speculative-draft-model-path", str(models / "draft"))
-        self._command = [sys.executable, "-m", "sglang.launch_server", "--host", "127.0.0.1"]
+        # The signal on the parent's death comes when the thread that started the server ends; `run_all` keeps it.
+        self._command = ["setpriv", "--pdeathsig", "TERM", sys.executable, "-m", "sglang.launch_server"]
+        self._command += ["--host", "127.0.0.1"]
         self._command += ["--port", str(self._port), *pair, *COMMON_FLAGS, *flags]
         search = os.pathsep.join([str(path)] * bool(path) + [os.environ.get("PYTHONPATH", "")])
         self._environment = {
@@ -93,24 +96,36 @@ class Server:
             "PYTHONPATH": search,
             "SGLANG_SIMULATE_ACC_LEN": str(ACCEPT_LENGTH),
         }
+        self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
                 self._command, stdout=log, stderr=subprocess.STDOUT, env=self._environment, start_new_session=True
             )
-        while not self._ready():
-            if self._process.poll() is not None:
-                raise SystemExit(f"{self.label}: the server ended\n{self.log.read_text(errors='replace')[-3000:]}")
-            time.sleep(1)
+        try:
+            while not self._ready():
+                if self._process.poll() is not None:
+                    raise SystemExit(f"{self.label}: the server ended\n{self._output()[-3000:]}")
+                time.sleep(1)
+        except BaseException:
+            self.kill()
+            raise
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._process.terminate()
-        try:
-            self._process.wait(30)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
+        if self._process is not None:
+            self._process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(30)
+        self.kill()
+
+    def kill(self) -> None:
+        """End whatever is left of the server's process group, by force."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
 
     def _output(self) -> str:
         """What it has written; nothing before it is started."""
@@ -260,7 +275,9 @@ class Results:
                     "rows": sorted(self._rows, key=lambda row: order.index(row["label"])),
                 }
                 self._path.parent.mkdir(parents=True, exist_ok=True)
-                self._path.write_text(json.dumps(result, indent=1) + "\n")
+                partial = self._path.with_name(self._path.name + ".partial")
+                partial.write_text(json.dumps(result, indent=1) + "\n")
+                partial.replace(self._path)
 
 
 def environment(servers: list[Server]) -> dict[str, Any]:
@@ -281,18 +298,57 @@ def environment(servers: list[Server]) -> dict[str, Any]:
     }
 
 
+def run_all(servers: list[Server], side_by_side: int, run: Callable[[Server], None]) -> None:
+    """Run each server, in threads that live as long as their servers do.
+
+    A signal that ends the benchmark ends the servers first, which are in sessions of their own and would not get it.
+    """
+
+    def end(number: int, frame: object) -> None:
+        for server in servers:
+            server.kill()
+        os._exit(128 + number)  # the threads wait for answers that will not come
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
+            signal.signal(number, end)
+    with ThreadPoolExecutor(side_by_side) as pool:
+        list(pool.map(run, servers))
+
+
+def parse_args() -> argparse.Namespace:
+    """The options, whose help says what each is for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("out", type=Path, help="file for the results, JSON")
+    add(
+        "--stock",
+        type=Path,
+        metavar="DIR",
+        help=f"folder into which the release is unpacked: {UNPACK} (default: none, only the fork runs)",
+    )
+    add("--fork", type=Path, metavar="DIR", help="folder that holds the fork's sglang/ (default: the installed one)")
+    add("--models", type=Path, metavar="DIR", help="folder of the model pair, written when absent (default: a new one)")
+    add("--gpus", default="0", help="one index, or two for servers side by side: 0,1 (default: %(default)s)")
+    add("--steps", type=Path, metavar="STEPS.json", help="also trace decode steps into this file (default: no traces)")
+    add("--contexts", default=",".join(map(str, CONTEXTS)), help="tokens of the prompts (default: %(default)s)")
+    add(
+        "--concurrency",
+        default=",".join(map(str, CONCURRENCY)),
+        help="numbers of streams at the same time (default: %(default)s)",
+    )
+    add("flags", nargs="*", help="flags for both servers, behind --")
+    return parser.parse_intermixed_args()
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Decode speed of the release and of the fork on one model shape.")
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--stock", type=Path)
-    parser.add_argument("--fork", type=Path)
-    parser.add_argument("--models", type=Path)
-    parser.add_argument("--gpus", default="0")
-    parser.add_argument("--steps", type=Path)
-    parser.add_argument("--contexts", default=",".join(map(str, CONTEXTS)))
-    parser.add_argument("--concurrency", default=",".join(map(str, CONCURRENCY)))
-    parser.add_argument("flags", nargs="*", help="flags for both servers, behind --")
-    args = parser.parse_intermixed_args()
+    args = parse_args()
+    try:
+        if args.stock:
+            check_stock(args.stock)
+        check_device()
+    except Refused as error:
+        raise SystemExit(f"bench: {error}") from None
     contexts = tuple(int(context) for context in args.contexts.split(","))
     concurrencies = tuple(int(streams) for streams in args.concurrency.split(","))
     gpus = args.gpus.split(",")
@@ -317,8 +373,7 @@ def main() -> None:
             if tracing is not None:
                 tracing.take(trace_all(server, contexts))
 
-    with ThreadPoolExecutor(len(set(gpus))) as pool:
-        list(pool.map(run, servers))
+    run_all(servers, len(set(gpus)), run)
 
 
 if __name__ == "__main__":

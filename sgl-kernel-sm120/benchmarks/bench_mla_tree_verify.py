@@ -29,7 +29,11 @@ sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "build" / "site")]
 
 from cases.mla_tree_verify import BENCH_CONTEXTS, BENCH_SHAPES
 
-import sgl_kernel_sm120 as kernels
+try:
+    import sgl_kernel_sm120 as kernels
+except ModuleNotFoundError:
+    remedy = "scripts/setup --kernel installs it, sgl-kernel-sm120/build_tools/toolchain.py builds it in place"
+    raise SystemExit(f"sgl_kernel_sm120: expected the package, got none; {remedy}") from None
 
 DIM_QK, DIM_V, DIM_ROPE = 576, 512, 64
 ROW_BYTES = DIM_QK * 2
@@ -317,6 +321,8 @@ def main() -> None:
     options = parser.parse_args()
     peers = [peer for peer in options.peers.split(",") if peer]
     shapes = [tuple(map(int, shape.split("x"))) for shape in options.shapes.split(",")]
+    if not torch.cuda.is_available():
+        raise SystemExit("bench: expected an NVIDIA device, got none")
     torch.manual_seed(0)
     started = time.monotonic()
     bandwidth = copy_bandwidth()
