@@ -150,6 +150,7 @@ def questions(options: Mapping[str, str], environment: Mapping[str, str]) -> Que
     return Questions(
         model=model,
         draft=first(options, DRAFT),
+        algorithm=options.get(ALGORITHM, "DDTREE"),
         configuration=options.get("--config"),
         host=options.get("--host", DEFAULTS["--host"]),
         port=number(options, ("--port",), int(DEFAULTS["--port"])),

@@ -36,6 +36,9 @@ SHARED_BYTES_WANTED = 1 << 30
 SHARED_BYTES_DEFAULT = 64 << 20
 VERIFY_VARIABLE = "SGLANG_SM120_VERIFY"
 VERIFY_MODES = ("auto", "on", "off", "validate")
+DRAFTER = "DFlashDraftModel"  # the architecture that a drafter's config.json names
+# In the image this file lies beside the entry point; elsewhere advice about a container's start would be of no use.
+IN_IMAGE = Path(__file__).with_name("entrypoint.py").is_file()
 
 
 class Level(Enum):
@@ -166,15 +169,12 @@ def check_driver(
     """Driver and cards. `device_files` are the names /dev/nvidia0 and so on; `card_required` makes their lack fatal."""
     lack = fatal if card_required else warning
     if driver is None and not device_files:
-        remedy = (
-            "; start the container with --gpus all, or pass --device cpu"
-            if card_required
-            else "; the server runs on the CPU, as a reference"
-        )
+        start = "start the container with --gpus all" if IN_IMAGE else "install one and its driver"
+        remedy = f"; {start}, or pass --device cpu" if card_required else "; the server runs on the CPU, as a reference"
         return [(fatal if card_required else note)("card: expected an NVIDIA device, got none" + remedy)], []
     if driver is None:
         text = f"driver: expected libcuda.so.1 beside {device_files[0]}, got none; install the driver's CUDA libraries"
-        return [lack(text + " (in a container: the NVIDIA container toolkit, --gpus all)")], []
+        return [lack(text + (" (the NVIDIA container toolkit, --gpus all)" if IN_IMAGE else ""))], []
     try:
         version = driver.cuda_version()
         if version[0] < CUDA_MAJOR:
@@ -219,6 +219,8 @@ def describe_cards(cards: Sequence[Card]) -> list[Finding]:
 
 def check_peers(driver: Driver | None, cards: Sequence[Card], ranks: int) -> list[Finding]:
     """Whether `ranks` cards are there and reach each other's memory."""
+    if ranks < 1:
+        return [fatal(f"--ranks: expected 1 or more, got {ranks}; pass the number of cards to use")]
     if not cards or ranks == 1:
         return []
     if len(cards) < ranks:
@@ -303,7 +305,9 @@ def check_kernel(loader: ModuleType | None, mode: str, cards: Sequence[Card]) ->
     wanted = required or (mode == "auto" and any(card.capability[0] == 12 for card in cards))
     lack = fatal if required else warning if wanted else note
     if loader is None:
-        return [lack("kernel library: expected sgl-kernel-sm120, got none; run scripts/setup --kernel")]
+        without = f"unset {VERIFY_VARIABLE}, which asks for it" if required else "only a card needs it"
+        remedy = "run scripts/setup --kernel" if cards else without
+        return [lack(f"kernel library: expected sgl-kernel-sm120, got none; {remedy}")]
     try:
         loader.library()
     except ImportError as error:
@@ -346,7 +350,7 @@ def check_compilers(environment: dict[str, str], torch_cuda: str | None) -> list
 
 def check_shared_memory(size_bytes: int | None, ranks: int) -> list[Finding]:
     """/dev/shm, of `size_bytes` (None: it cannot be written), through which ranks and processes meet."""
-    remedy = "start the container with --shm-size=1g or --ipc=host"
+    remedy = "start the container with --shm-size=1g or --ipc=host" if IN_IMAGE else "mount a tmpfs of 1 GiB there"
     if size_bytes is None:
         return [fatal(f"/dev/shm: expected a folder that can be written, got none; {remedy}")]
     size = f"{size_bytes / 2**20:.0f} MiB"
@@ -400,15 +404,23 @@ def check_model(option: str, value: str | None) -> list[Finding]:
         return [fatal(f"{option}: expected {error.filename or value} to be readable, {got}; change its mode")]
 
 
+def is_path(value: str) -> bool:
+    """Whether a model's name can only be a path; a repository's is NAME or ORGANISATION/NAME, a store's has ://."""
+    return value[:1] in ("/", ".", "~") or (value.count("/") > 1 and "://" not in value)
+
+
 def check_model_folder(option: str, value: str, folder: Path) -> list[Finding]:
     """Configuration and weights of a model in `folder`, which the user named `value`. Errors: OSError."""
-    if value[:1] not in ("/", ".", "~") and not folder.exists():
+    if not folder.exists() and not is_path(value):
         return []
     if folder.is_file():
         return []  # a single-file format such as GGUF
     if not folder.is_dir():
-        return [fatal(f"{option}: expected a directory, got {value}; mount it (-v MODELS:/models) or correct the path")]
+        remedy = "mount it (-v MODELS:/models) or correct the path" if IN_IMAGE else "correct the path"
+        return [fatal(f"{option}: expected a directory, got {value}; {remedy}")]
     config, index = folder / "config.json", folder / "model.safetensors.index.json"
+    if not config.is_file() and (folder / "params.json").is_file():
+        return []  # Mistral's own format
     if not config.is_file():
         return [fatal(f"{option}: expected {config}, got no such file; pass a model's directory")]
     for path in (config, index) if index.is_file() else (config,):
@@ -440,15 +452,42 @@ def not_an_object(path: Path) -> str:
     return "" if isinstance(content, dict) else f"a {type(content).__name__}"
 
 
+def check_pair(model: str | None, draft: str | None, algorithm: str) -> list[Finding]:
+    """A drafter in the target's place and, where DDTREE asks for a drafter, another model in the drafter's."""
+    findings = []
+    if model is not None and DRAFTER in (architectures(model) or ()):
+        option = "--speculative-draft-model-path"
+        findings.append(
+            fatal(f"--model-path: expected a target, got a drafter ({DRAFTER}) in {model}; pass it as {option}")
+        )
+    found = architectures(draft) if draft is not None and algorithm == "DDTREE" else None
+    if found is not None and DRAFTER not in found:
+        got = f"got {', '.join(found) or 'no architecture'} in {draft}"
+        findings.append(
+            fatal(
+                f"--speculative-draft-model-path: expected a DFlash drafter ({DRAFTER}), {got}; pass a drafter's folder"
+            )
+        )
+    return findings
+
+
+def architectures(value: str) -> list[str] | None:
+    """What the config.json of a model names; None where `value` is no folder with a readable one."""
+    try:
+        config = json.loads((Path(os.path.expanduser(value)) / "config.json").read_text())
+    except (OSError, ValueError):
+        return None
+    return [str(name) for name in config.get("architectures") or ()] if isinstance(config, dict) else None
+
+
 def check_configuration(option: str, value: str | None) -> list[Finding]:
     """A file with more of the server's options."""
     try:
         if value is not None:
             Path(value).open("rb").close()
     except OSError as error:
-        return [
-            fatal(f"{option}: expected {value} to be readable, got '{error.strerror}'; mount it or correct the path")
-        ]
+        remedy = "mount it or correct the path" if IN_IMAGE else "correct the path"
+        return [fatal(f"{option}: expected {value} to be readable, got '{error.strerror}'; {remedy}")]
     return []
 
 
@@ -484,9 +523,10 @@ class Questions:
 
     model: str | None = None
     draft: str | None = None
+    algorithm: str = "DDTREE"
     configuration: str | None = None
     host: str = "127.0.0.1"
-    port: int | None = None
+    port: int = 30000
     ranks: int = 1
     card_required: bool = False
 
@@ -510,9 +550,9 @@ def examine(asked: Questions) -> list[Finding]:
     findings += check_folders(environment)
     findings += check_model("--model-path", asked.model)
     findings += check_model("--speculative-draft-model-path", asked.draft)
+    findings += check_pair(asked.model, asked.draft, asked.algorithm)
     findings += check_configuration("--config", asked.configuration)
-    if asked.port is not None:
-        findings += check_port(asked.host, asked.port)
+    findings += check_port(asked.host, asked.port)
     return findings
 
 
@@ -526,8 +566,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="doctor", description="Checks the machine before the server starts.")
     parser.add_argument("--model-path", help="directory of the model that is to be served")
     parser.add_argument("--speculative-draft-model-path", help="directory of its drafter")
+    parser.add_argument("--speculative-algorithm", default=Questions.algorithm, help="of the drafter (%(default)s)")
     parser.add_argument("--host", default=Questions.host, help="address that is to be listened on (%(default)s)")
-    parser.add_argument("--port", type=int, help="port that is to be listened on")
+    parser.add_argument("--port", type=int, default=Questions.port, help="port that is to be listened on (%(default)s)")
     parser.add_argument("--ranks", type=int, default=1, help="cards that the server is to use (%(default)s)")
     parser.add_argument("--require-card", action="store_true", help="take it as fatal when there is no NVIDIA device")
     options = parser.parse_args(arguments)
@@ -535,6 +576,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         Questions(
             model=options.model_path,
             draft=options.speculative_draft_model_path,
+            algorithm=options.speculative_algorithm,
             host=options.host,
             port=options.port,
             ranks=options.ranks,

@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -102,12 +104,44 @@ def test_driver_is_read_through_its_interface(driver_library: Path, monkeypatch:
 @pytest.mark.parametrize(
     ("required", "level"), [(False, Level.NOTE), (True, Level.FATAL)], ids=["allowed", "card required"]
 )
-def test_machine_without_a_card(required: bool, level: Level) -> None:
+@pytest.mark.parametrize("in_image", [False, True])
+def test_machine_without_a_card(monkeypatch: pytest.MonkeyPatch, required: bool, level: Level, in_image: bool) -> None:
+    monkeypatch.setattr(doctor, "IN_IMAGE", in_image)
     findings, cards = doctor.check_driver(None, [], card_required=required)
     assert cards == []
     text = the_one(findings, level)
     assert text.startswith("card: expected an NVIDIA device, got none; ")
-    assert ("--gpus all" in text) == required
+    assert ("--gpus all" in text) == (required and in_image)
+    assert ("--device cpu" in text) == required
+
+
+@pytest.fixture
+def share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The checks as they lie in the image, beside its entry point."""
+    shutil.copy(REPO_ROOT / "scripts" / "doctor_checks.py", tmp_path / "checks_of_the_image.py")
+    shutil.copy(REPO_ROOT / "docker" / "entrypoint.py", tmp_path)
+    specification = importlib.util.spec_from_file_location("checks_of_the_image", tmp_path / "checks_of_the_image.py")
+    assert specification is not None and specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    monkeypatch.setitem(sys.modules, module.__name__, module)  # where dataclasses look for it
+    specification.loader.exec_module(module)
+    return module
+
+
+def test_only_the_image_s_doctor_speaks_of_containers(share: ModuleType) -> None:
+    """Whether it is the image's is told by the file beside it."""
+    assert share.IN_IMAGE and not doctor.IN_IMAGE
+    for module, remedy in (
+        (share, "; mount it (-v MODELS:/models) or correct the path"),
+        (doctor, "; correct the path"),
+    ):
+        (finding,) = module.check_model("--model-path", "/absent/model")
+        assert finding.text == f"--model-path: expected a directory, got /absent/model{remedy}"
+    for module in (share, doctor):
+        (finding,) = module.check_shared_memory(None, 2)
+        assert ("--shm-size=1g" in finding.text) == (module is share)
+        findings, _ = module.check_driver(None, ["/dev/nvidia0"], card_required=True)
+        assert ("--gpus all" in findings[0].text) == (module is share)
 
 
 def test_card_without_the_driver_s_library() -> None:
@@ -157,6 +191,13 @@ def test_peers() -> None:
     assert levels(doctor.check_peers(apart, cards, 2)) == ["ok"]
     assert "got 1 of 6 pairs that do not (first: 1 to 2)" in the_one(doctor.check_peers(apart, cards, 3), Level.WARNING)
     assert "expected 4 for this number of ranks, got 3" in the_one(doctor.check_peers(apart, cards, 4), Level.FATAL)
+
+
+@pytest.mark.parametrize("ranks", [0, -1])
+@pytest.mark.parametrize("cards", [[], [BLACKWELL]])
+def test_ranks_that_are_none(ranks: int, cards: list[Card]) -> None:
+    text = the_one(doctor.check_peers(FakeDriver(*cards), cards, ranks), Level.FATAL)
+    assert text == f"--ranks: expected 1 or more, got {ranks}; pass the number of cards to use"
 
 
 def test_pins_leave_out_ranges_and_conditions() -> None:
@@ -217,12 +258,14 @@ def kernel_loader(error: str = "") -> Any:
         ("auto", BLACKWELL, Level.WARNING),
         ("off", BLACKWELL, Level.NOTE),
         ("on", HOPPER, Level.FATAL),
+        ("on", None, Level.FATAL),
         ("validate", BLACKWELL, Level.FATAL),
     ],
 )
 def test_kernel_that_is_missing_or_of_another_version(mode: str, card: Card | None, level: Level) -> None:
     cards = [card] if card else []
-    assert "run scripts/setup --kernel" in the_one(doctor.check_kernel(None, mode, cards), level)
+    # Without a card there is nothing that it could run on.
+    assert ("run scripts/setup --kernel" in the_one(doctor.check_kernel(None, mode, cards), level)) == bool(cards)
     broken = doctor.check_kernel(kernel_loader("expected interface version 1, got 2; run it again"), mode, cards)
     assert the_one(broken, level) == "kernel library: expected interface version 1, got 2; run it again"
     assert levels(doctor.check_kernel(kernel_loader(), mode, cards)) == ["ok"]
@@ -288,7 +331,7 @@ def test_compilers(tmp_path: Path) -> None:
 def test_shared_memory(size: int | None, ranks: int, level: str) -> None:
     (finding,) = doctor.check_shared_memory(size, ranks)
     assert finding.level.value == level
-    assert ("--shm-size" in finding.text) == (level != "ok")
+    assert ("expected" in finding.text) == (level != "ok")
 
 
 def test_shared_memory_is_read_from_the_folder(tmp_path: Path) -> None:
@@ -330,14 +373,49 @@ def test_model_that_is_complete(model: Path) -> None:
     assert levels(doctor.check_model("--model-path", str(model))) == ["ok"]
 
 
-@pytest.mark.parametrize("value", [None, "organisation/name"])
+@pytest.mark.parametrize("value", [None, "organisation/name", "name", "s3://bucket/folder/name"])
 def test_name_of_a_repository_is_left_to_sglang(value: str | None) -> None:
     assert doctor.check_model("--model-path", value) == []
 
 
-def test_model_that_is_missing(tmp_path: Path) -> None:
-    assert "expected a directory, got /absent/model; mount it" in model_fault("/absent/model")
+def test_model_that_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "organisation" / "name").mkdir(parents=True)
+    for folder in ("organisation", "organisation/name"):  # one that exists is meant, whatever else has the name
+        assert f"expected {folder}/config.json, got no such file; pass a model's directory" in model_fault(folder)
+    assert "expected a directory, got /absent/model; correct the path" in model_fault("/absent/model")
+    assert "expected a directory, got models/demo/absent" in model_fault("models/demo/absent")
     assert "config.json, got no such file; pass a model's directory" in model_fault(tmp_path)
+
+
+def test_model_in_a_form_of_its_own(model: Path) -> None:
+    (model / "config.json").rename(model / "params.json")
+    assert doctor.check_model("--model-path", str(model)) == []
+
+
+def name_architecture(folder: Path, *names: str) -> str:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({"architectures": names}))
+    return str(folder)
+
+
+def test_pair_whose_models_are_mistaken(tmp_path: Path) -> None:
+    target = name_architecture(tmp_path / "target", "DeepseekV3ForCausalLM")
+    draft = name_architecture(tmp_path / "draft", "DFlashDraftModel")
+    for model, drafter in ((target, draft), (target, None), (None, draft), ("organisation/name", "organisation/draft")):
+        assert doctor.check_pair(model, drafter, "DDTREE") == []
+    assert the_one(doctor.check_pair(target, target, "DDTREE"), Level.FATAL) == (
+        "--speculative-draft-model-path: expected a DFlash drafter (DFlashDraftModel), got DeepseekV3ForCausalLM in "
+        f"{target}; pass a drafter's folder"
+    )
+    assert doctor.check_pair(target, target, "EAGLE") == []  # whose heads may lie in the target's own folder
+    assert the_one(doctor.check_pair(draft, draft, "DDTREE"), Level.FATAL) == (
+        f"--model-path: expected a target, got a drafter (DFlashDraftModel) in {draft}; "
+        "pass it as --speculative-draft-model-path"
+    )
+    assert "got no architecture in" in the_one(
+        doctor.check_pair(None, name_architecture(tmp_path / "none"), "DDTREE"), Level.FATAL
+    )
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json"])
@@ -401,8 +479,7 @@ def test_configuration_file(tmp_path: Path) -> None:
     assert doctor.check_configuration("--config", str(tmp_path / "serve.yaml")) == []
     assert doctor.check_configuration("--config", None) == []
     assert the_one(doctor.check_configuration("--config", "/models/absent.yaml"), Level.FATAL) == (
-        "--config: expected /models/absent.yaml to be readable, got 'No such file or directory'; "
-        "mount it or correct the path"
+        "--config: expected /models/absent.yaml to be readable, got 'No such file or directory'; correct the path"
     )
     assert "got 'Is a directory'" in the_one(doctor.check_configuration("--config", str(tmp_path)), Level.FATAL)
 
@@ -427,12 +504,20 @@ def test_exit_status_and_report(model: Path) -> None:
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
         return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
 
-    fine = run("--model-path", str(model))
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = str(listener.getsockname()[1])
+    fine = run("--model-path", str(model), "--port", port)
     assert (fine.returncode, fine.stderr) == (0, "")
     assert all(line.startswith("doctor: ") for line in fine.stdout.splitlines())
-    broken = run("--model-path", "/absent/model", "--require-card")
+    assert "port 30000: " in run().stdout  # scripts/serve's own
+    target = str(REPO_ROOT / "tests" / "models" / "demo" / "target")
+    own = run("--model-path", target, "--speculative-draft-model-path", target, "--port", port)
+    assert own.returncode == 1 and "fatal   --speculative-draft-model-path: expected a DFlash drafter" in own.stdout
+    broken = run("--model-path", "/absent/model", "--require-card", "--ranks", "0", "--port", port)
     assert broken.returncode == 1
     assert [line.split()[2] for line in broken.stdout.splitlines() if line.split()[1] == "fatal"] == [
         "card:",
+        "--ranks:",
         "--model-path:",
     ]

@@ -147,6 +147,7 @@ def test_what_the_doctor_is_asked() -> None:
     asked = questions("--model-path", "/models/a", "--tp-size", "8", "--nnodes", "2", "--port", "81")
     assert (asked.model, asked.ranks, asked.port, asked.host) == ("/models/a", 4, 81, "0.0.0.0")
     assert asked.card_required
+    assert (asked.algorithm, questions("--speculative-algorithm", "EAGLE").algorithm) == ("DDTREE", "EAGLE")
     assert not questions().card_required
     assert not questions("--model-path", "/models/a", "--device", "cpu").card_required
     assert not questions("--model-path", "/models/a", SGLANG_PLATFORM="sm120_reference").card_required
