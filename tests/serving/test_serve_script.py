@@ -25,6 +25,8 @@ from serving.server import ModelPair, free_port
 # answers /health as its first argument after the script's own tells it to.
 SERVER = f"""#!{sys.executable}
 import http.server, json, os, pathlib, subprocess, sys
+if "-m" not in sys.argv:  # a script of the repository
+    os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 folder = pathlib.Path(__file__).parent
 arguments = sys.argv[3:]
 (folder / "arguments.json").write_text(json.dumps(arguments))
@@ -52,7 +54,8 @@ class Checkout:
         self.programs = folder / "build" / "env" / "bin"
         self.programs.mkdir(parents=True)
         (folder / "scripts").mkdir()
-        shutil.copy(repo_root / "scripts" / "serve", folder / "scripts" / "serve")
+        for name in ("serve", "serve_checks.py", "doctor_checks.py"):
+            shutil.copy(repo_root / "scripts" / name, folder / "scripts" / name)
         self.write(folder / "scripts" / "setup", "#!/bin/sh\necho called >>setup-calls\n")
         self.write(self.programs / "python", SERVER)
         self.port = free_port()
@@ -63,8 +66,26 @@ class Checkout:
         path.chmod(0o755)
 
     def start(self, *arguments: str, **environment: str) -> subprocess.Popen[str]:
-        command = [self.root / "scripts" / "serve", "--port", str(self.port), *arguments]
+        return self.start_bare("--port", str(self.port), *arguments, **environment)
+
+    def start_bare(self, *arguments: str, **environment: str) -> subprocess.Popen[str]:
+        """Start without a port of its own."""
+        command = [self.root / "scripts" / "serve", *arguments]
         return popen(command, cwd=self.root, env={**os.environ, **environment})
+
+    def model(self, name: str, *architectures: str) -> Path:
+        """A folder of this name, relative to where the script is started, with a model in it."""
+        folder = self.root / name
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text(json.dumps({"architectures": architectures}))
+        (folder / "model.safetensors").write_bytes(b"weights")
+        return folder
+
+    def configuration(self, text: str) -> str:
+        """A file for --config."""
+        path = self.root / "serve.yaml"
+        path.write_text(text)
+        return str(path)
 
     def environment(self, *arguments: str, **environment: str) -> dict[str, str]:
         """Variables of a server that has ended."""
@@ -196,6 +217,79 @@ def test_arguments_are_added_only_where_needed(checkout: Checkout, arguments: li
     assert checkout.server_arguments() == [*own, *expected, "--port", str(checkout.port), *arguments, "--fail"]
 
 
+@pytest.mark.parametrize(
+    ("text", "arguments", "added"),
+    [
+        ("model-path: m\nspeculative-draft-model-path: org/d\n", [], "{ddtree}"),
+        ("model-path: m\nspeculative-draft-model-path: d\nspeculative-algorithm: DFLASH\n", [], ""),
+        ("model: m  # a comment\n", [], ""),
+        ("speculative-draft-model: 'd'\n", ["--model-path", "m"], "{ddtree}"),
+        ("tp-size: 2\ntrust-remote-code: true\n", ["--model-path", "m"], ""),
+        ("", [], "--model-path {demo}/target --speculative-draft-model-path {demo}/draft {ddtree}"),
+    ],
+)
+def test_the_configuration_counts_as_arguments(checkout: Checkout, text: str, arguments: list[str], added: str) -> None:
+    """SGLang puts the file's options in front of the command's, so that what the script adds would override them."""
+    words = ["--config", checkout.configuration(f"{text}port: {checkout.port}\nhost: localhost\n"), *arguments]
+    script = checkout.start_bare(*words, "--fail")
+    assert script.communicate(timeout=30) == ("", "")
+    own = ["--host", "localhost", "--port", str(checkout.port)]
+    expected = added.format(demo=checkout.root / "tests/models/demo", ddtree="--speculative-algorithm DDTREE").split()
+    assert checkout.server_arguments() == [*own, *expected, *words, "--fail"]
+
+
+def test_arguments_take_precedence_over_the_configuration(checkout: Checkout) -> None:
+    file = checkout.configuration("model-path: /absent\nport: 1\nhost: 192.0.2.1\nspeculative-algorithm: DDTREE\n")
+    words = ["--config", file, "--model", "m", "--host", "127.0.0.1", "--port", str(checkout.port)]
+    checkout.start_bare(*words, "--fail").communicate(timeout=30)
+    assert checkout.server_arguments() == ["--host", "127.0.0.1", "--port", str(checkout.port), *words, "--fail"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("port: many\n", "--port: expected 1 to 65535, got many; pass another one"),
+        ("model-path: a/b/c\n", "--model-path: expected a directory, got a/b/c; pass the directory of a model"),
+        ("- port\n", "--config: expected 'option: value' in {file}, got a list; correct it"),
+        ("port: [1\n", "--config: expected YAML in {file}, got 'while parsing "),
+    ],
+)
+def test_a_bad_configuration_is_refused_in_one_line(checkout: Checkout, text: str, message: str) -> None:
+    file = checkout.configuration(text)
+    script = checkout.start_bare("--config", file)
+    output, errors = script.communicate(timeout=30)
+    (line,) = errors.splitlines()
+    assert (script.returncode, output) == (1, "")
+    assert line.startswith("serve: " + message.format(file=file))
+
+
+def test_models_are_looked_into(checkout: Checkout) -> None:
+    """The faults of a folder that exists, which SGLang would tell in a traceback."""
+    (checkout.root / "docker").mkdir()
+    target = checkout.model("models/target", "DeepseekV3ForCausalLM")
+    checkout.model("draft", "DFlashDraftModel")
+    mistaken = "--model-path: expected a target, got a drafter (DFlashDraftModel) in draft; "
+    no_drafter = "--speculative-draft-model-path: expected a DFlash drafter (DFlashDraftModel), "
+    no_drafter += f"got DeepseekV3ForCausalLM in {target}; pass a drafter's folder"
+    for arguments, fault in (
+        (["docker"], "--model-path: expected docker/config.json, got no such file; pass a model's directory"),
+        (["draft"], f"{mistaken}pass it as --speculative-draft-model-path"),
+        ([str(target), "--speculative-draft-model-path", str(target)], no_drafter),
+    ):
+        script = checkout.start("--model-path", *arguments)
+        assert script.communicate(timeout=30) == ("", f"serve: {fault}\n")
+        assert script.returncode == 1
+    for arguments in (
+        ["models/target", "--speculative-draft-model-path", "draft"],
+        ["models/target", "--speculative-draft-model-path", "models/target", "--speculative-algorithm", "EAGLE"],
+        ["s3://bucket/folder/name"],
+        ["docker", "--load-format", "remote"],
+    ):
+        script = checkout.start("--model-path", *arguments, "--fail")
+        assert script.communicate(timeout=30) == ("", "")
+        assert script.returncode == 7  # the server's
+
+
 def test_the_compiler_of_the_requirements_is_named(checkout: Checkout) -> None:
     """SGLang compiles kernels at run time and asks CUDA_HOME for nvcc."""
     toolkit = checkout.root / "build" / "env" / "lib" / "python3.11" / "site-packages" / "nvidia" / "cu13"
@@ -238,6 +332,12 @@ def test_a_port_in_use_is_refused_before_the_set_up(checkout: Checkout) -> None:
         (["--port=0"], ("--port: expected 1 to 65535, got 0",)),
         (["--speculative-draft-model-path", "/absent"], ("expected a directory, got /absent", "DFlash drafter")),
         (["--model-path", "/absent"], ("--model-path: expected a directory, got /absent",)),
+        (["--model-path", "tests/models/absent"], ("--model-path: expected a directory, got tests/models/absent",)),
+        (["--config", "/absent.yaml"], ("--config: expected a file that can be read, got /absent.yaml; correct",)),
+        (["--config=a.yaml"], ("expected its file as a word of its own, got --config=a.yaml; write --config a.yaml",)),
+        (["--port"], ("--port: expected a value, got nothing; write it behind the option",)),
+        (["--port", "--host", "127.0.0.1"], ("--port: expected a value, got nothing",)),
+        (["--model-path="], ("--model-path: expected a value, got nothing",)),
     ],
 )
 def test_bad_arguments_are_refused_before_the_set_up(
