@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 import doctor_checks
 from doctor_checks import Finding, Level, Questions
+from serve_checks import ConfigurationError, read_configuration
 
 SHARE = Path(__file__).resolve().parent
 FLAGS = SHARE / "flags.json"
@@ -29,7 +30,8 @@ DEMO = SHARE / "demo"
 # In the folder that the doctor has found writable.
 ADDRESS = Path(os.environ.get("TMPDIR") or "/tmp") / "sglang-address"
 DEFAULTS = {"--host": "0.0.0.0", "--port": "30000"}
-MODEL = ("--model-path", "--model", "--config")
+CONFIG = "--config"
+MODEL = ("--model-path", "--model", CONFIG)
 DRAFT = ("--speculative-draft-model-path", "--speculative-draft-model")
 RANKS = ("--tensor-parallel-size", "--tp-size")
 ALGORITHM = "--speculative-algorithm"
@@ -94,6 +96,22 @@ def read_options(arguments: Sequence[str], known: Mapping[str, Option]) -> dict[
     return options
 
 
+def with_configuration(options: Mapping[str, str], known: Mapping[str, Option]) -> dict[str, str]:
+    """`options`, before them those in the file that --config names, as SGLang takes them.
+
+    A file that cannot be read is left to the doctor. Errors: ConfigurationError, UsageError.
+    """
+    found: dict[str, str] = {}
+    if CONFIG in options and Path(options[CONFIG]).is_file() and os.access(options[CONFIG], os.R_OK):
+        for word in read_configuration(Path(options[CONFIG])):
+            name, _, value = word.partition("=")
+            name = full_name(name, known)
+            if known[name].takes == "1":
+                check_values(name, known[name], [value])
+            found[name] = value
+    return found | dict(options)
+
+
 def check_values(name: str, option: Option, values: Sequence[str]) -> None:
     """Refuse values that the server would refuse by number or form. Errors: UsageError."""
     if option.takes == "0" and values:
@@ -151,7 +169,7 @@ def questions(options: Mapping[str, str], environment: Mapping[str, str]) -> Que
         model=model,
         draft=first(options, DRAFT),
         algorithm=options.get(ALGORITHM, "DDTREE"),
-        configuration=options.get("--config"),
+        configuration=options.get(CONFIG),
         host=options.get("--host", DEFAULTS["--host"]),
         port=number(options, ("--port",), int(DEFAULTS["--port"])),
         ranks=max(number(options, RANKS, 1) // nodes, 1),
@@ -174,8 +192,8 @@ def serve(arguments: Sequence[str]) -> int:
     """Replace this process by the server; returns only when something prevents that."""
     known = {name: Option(**form) for name, form in json.loads(FLAGS.read_text()).items()}
     try:
-        options = read_options(arguments, known)
-    except UsageError as error:
+        options = with_configuration(read_options(arguments, known), known)
+    except (ConfigurationError, UsageError) as error:
         print(f"error: {error}", file=sys.stderr)
         return CANNOT_START
     asked = questions(options, os.environ)

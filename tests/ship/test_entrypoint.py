@@ -77,6 +77,18 @@ def test_a_configuration_file_names_the_model() -> None:
     assert "--model-path" not in completed("--config", "/models/serve.yaml")
 
 
+def test_a_configuration_file_s_options_count(tmp_path: Path) -> None:
+    """Defaults of the image give way to the file, the file to the command line; a drafter in it brings DDTREE."""
+    path = tmp_path / "serve.yaml"
+    path.write_text("model-path: /models/a\nspeculative-draft-model-path: /models/b\nport: 30001\nhost: 10.0.0.1\n")
+    given = ["--config", str(path), "--host", "::"]
+    options = entrypoint.with_configuration(entrypoint.read_options(given, KNOWN), KNOWN)
+    assert entrypoint.complete(given, options) == ["--speculative-algorithm", "DDTREE", *given]
+    asked = entrypoint.questions(options, {})
+    assert (asked.model, asked.draft, asked.host, asked.port) == ("/models/a", "/models/b", "::", 30001)
+    assert entrypoint.health_address(asked) == "http://[::1]:30001/health"
+
+
 def test_options_are_read_as_argparse_reads_them() -> None:
     options = entrypoint.read_options(["--tp", "8", "--trust", "--port=1", "--port", "2"], KNOWN)
     assert options == {"--tp-size": "8", "--trust-remote-code": "", "--port": "2"}
@@ -194,7 +206,8 @@ def test_health(server_with_status: str, status: int, tmp_path: Path, monkeypatc
 def share(tmp_path: Path) -> Path:
     """The entry point as it lies in the image, beside the doctor and the list of options."""
     shutil.copy(REPO_ROOT / "docker" / "entrypoint.py", tmp_path)
-    shutil.copy(REPO_ROOT / "scripts" / "doctor_checks.py", tmp_path)
+    for name in ("doctor_checks.py", "serve_checks.py"):
+        shutil.copy(REPO_ROOT / "scripts" / name, tmp_path)
     (tmp_path / "flags.json").write_text(json.dumps({name: option._asdict() for name, option in KNOWN.items()}))
     return tmp_path
 
@@ -238,6 +251,14 @@ def test_refusals_are_one_line(share: Path, tmp_path: Path) -> None:
     assert "error: --config: expected /absent.yaml to be" in refused(
         share, "--config", "/absent.yaml", "--device", "cpu"
     )
+    (tmp_path / "broken.yaml").write_text("port: [")
+    assert "error: --config: expected YAML in " in refused(share, "--config", str(tmp_path / "broken.yaml"))
+    (tmp_path / "text.yaml").write_text("port: some")
+    assert "error: --port: expected a whole number, got 'some'" in refused(
+        share, "--config", str(tmp_path / "text.yaml")
+    )
+    (tmp_path / "other.yaml").write_text("prot: 30001")
+    assert "error: --prot: expected an option of SGLang" in refused(share, "--config", str(tmp_path / "other.yaml"))
     assert "got 'fast'; unset it" in refused(share, SGLANG_SM120_VERIFY="fast")
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
