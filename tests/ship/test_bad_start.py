@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from importlib.metadata import requires
 from pathlib import Path
 
 import pytest
+from image_share import copy_programs
 
 REPO_ROOT = Path(__file__).resolve().parents[2]
 # A driver of one kind of card; what it says comes from the environment.
@@ -47,8 +47,7 @@ Start = Callable[..., str]
 def share(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The entry point as it lies in the image, a whole model, and the driver's stand-in in a folder of its own."""
     folder = tmp_path_factory.mktemp("share")
-    for source in ("docker/entrypoint.py", "scripts/doctor_checks.py"):
-        shutil.copy(REPO_ROOT / source, folder)
+    copy_programs(folder)
     (folder / "flags.json").write_text(json.dumps(KNOWN))
     (folder / "model").mkdir()
     (folder / "model" / "config.json").write_text("{}")

@@ -7,7 +7,6 @@ import argparse
 import http.server
 import json
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from image_share import copy_programs
 
 REPO_ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(REPO_ROOT / "docker"), str(REPO_ROOT / "scripts")]
@@ -205,9 +205,7 @@ def test_health(server_with_status: str, status: int, tmp_path: Path, monkeypatc
 @pytest.fixture
 def share(tmp_path: Path) -> Path:
     """The entry point as it lies in the image, beside the doctor and the list of options."""
-    shutil.copy(REPO_ROOT / "docker" / "entrypoint.py", tmp_path)
-    for name in ("doctor_checks.py", "serve_checks.py"):
-        shutil.copy(REPO_ROOT / "scripts" / name, tmp_path)
+    copy_programs(tmp_path)
     (tmp_path / "flags.json").write_text(json.dumps({name: option._asdict() for name, option in KNOWN.items()}))
     return tmp_path
 

@@ -20,6 +20,7 @@ from typing import Any
 import psutil
 import pytest
 import requests
+from image_share import copy_programs
 
 from serving.server import ServerFailed, exchange, free_port
 
@@ -40,8 +41,7 @@ class Guarded:
     def __init__(self, folder: Path) -> None:
         share = folder / "share"
         share.mkdir()
-        for source in ("docker/entrypoint.py", "scripts/doctor_checks.py"):
-            (share / Path(source).name).write_bytes((REPO_ROOT / source).read_bytes())
+        copy_programs(share)
         (share / "demo").symlink_to(REPO_ROOT / "tests" / "models" / "demo")
         subprocess.run([sys.executable, REPO_ROOT / "docker" / "list_flags.py", share / "flags.json"], check=True)
         self.port = free_port()
