@@ -64,7 +64,7 @@ class Decoder:
             ]
         )
         walk_tree(draws, self.tree, self.walk)
-        destinations, sources, _ = accepted_slots(window, self.walk.accept_index[:bs])
+        destinations, sources = accepted_slots(window, self.walk.accept_index[:bs])
         self.pool[destinations.flatten()] = self.pool[sources.flatten()]
         for b in range(bs):
             length = int(self.walk.accept_lens[b])

@@ -79,7 +79,7 @@ def _settle_with_tensors(walk: WalkBuffers, window_slots: torch.Tensor, committe
     """`settle` with tensor operations, which take some fifteen launches."""
     batch_size, width = window_slots.shape
     accept_index = walk.accept_index[:batch_size]
-    destinations, sources, _ = accepted_slots(window_slots, accept_index)
+    destinations, sources = accepted_slots(window_slots, accept_index)
     first_rows = torch.arange(batch_size)[:, None] * width
     accept_lens = walk.accept_lens[:batch_size]
     return Settled(

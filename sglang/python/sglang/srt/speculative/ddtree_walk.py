@@ -261,17 +261,15 @@ def _multinomial_with_seed(log_probs: torch.Tensor, seeds: torch.Tensor, positio
     return multinomial_with_seed(log_probs, seeds, positions)
 
 
-def accepted_slots(
-    out_cache_loc: torch.Tensor, accept_index: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def accepted_slots(out_cache_loc: torch.Tensor, accept_index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Cache slots that the commit copies between: accepted rows move to the front of the request's window.
 
     out_cache_loc int64 [bs, T], slots of the tree rows; accept_index int64 [bs, D] as in WalkBuffers.
-    Returns destinations and sources, both int64 [bs, min(D, T)], and in_place bool [bs]: the path is 0, 1, 2, ...
+    Returns destinations and sources, both int64 [bs, min(D, T)]; they are equal where the path is 0, 1, 2, ...
     Beyond the accept length a slot is copied onto itself. A copy must read all sources before it writes.
     """
     longest = min(out_cache_loc.shape[1], accept_index.shape[1])
     rows = accept_index[:, :longest]
     front = torch.arange(longest, device=rows.device)
     rows = torch.where(rows < 0, front, rows)
-    return out_cache_loc[:, :longest], out_cache_loc.gather(1, rows), (rows == front).all(1)
+    return out_cache_loc[:, :longest], out_cache_loc.gather(1, rows)
