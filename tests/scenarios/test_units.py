@@ -148,7 +148,7 @@ def test_ranks_follow_rank_0_on_a_near_tie(monkeypatch: pytest.MonkeyPatch) -> N
         walk_tree(rank_logits.argmax(-1).view(2, 10), tree, own)
         walks = [WalkBuffers.allocate(2, 4, "cpu") for _ in range(2)]
         rung = Rung(budget=9, tree=tree, captured_walk=own, attn_backend=None, graph_runner=None)
-        worker = SimpleNamespace(_walks=walks, _ladder=SimpleNamespace(simulated=None))
+        worker = SimpleNamespace(_walks=walks, _ladder=SimpleNamespace(simulate=lambda *_: None))
         batch = SimpleNamespace(sampling_info=[None, None])
         found = ddtree_worker.DDTreeWorker._walk(worker, batch, rank_logits, rung, captured=True)
         assert torch.equal(found.out_tokens, own.out_tokens) == (rank == 0), "the tie must flip"

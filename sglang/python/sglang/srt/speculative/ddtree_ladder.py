@@ -21,7 +21,8 @@ from sglang.srt.sm120.memory_budget import AttentionScratch, VerifyShape, check_
 from sglang.srt.sm120.verify_route import drop_unread_mask, route_of, workspace_for, workspace_of
 from sglang.srt.speculative.ddtree_args import verify_width
 from sglang.srt.speculative.ddtree_budget import BudgetController, Pace, StepCosts, request_budget
-from sglang.srt.speculative.ddtree_simulate import simulated_lengths
+from sglang.srt.speculative.ddtree_metrics import max_depth
+from sglang.srt.speculative.ddtree_simulate import simulate_acceptance, simulated_lengths
 from sglang.srt.speculative.ddtree_tree import TreeBuffers
 from sglang.srt.speculative.ddtree_walk import WalkBuffers
 
@@ -99,7 +100,7 @@ class Ladder:
         self._whole: list[int] = []
         self._used = [0] * len(budgets)
         self._last_nodes = torch.tensor(budgets, device=runner.device) - 1
-        self.simulated = simulated_lengths(budgets, block_size)
+        self._simulated = simulated_lengths(budgets, block_size)
         self._foretold = torch.zeros((max_requests, len(budgets) + 1), device=runner.device)
         self._pace = Pace()
         self.rungs = []
@@ -201,8 +202,8 @@ class Ladder:
 
     def foretell(self, batch_size: int) -> None:
         """Sum up what the drafter expects of each budget, for `record`; call behind the build of the largest trees."""
-        if len(self.rungs) > 1 and self.simulated is not None:
-            for index, length in enumerate(self.simulated):
+        if len(self.rungs) > 1 and self._simulated is not None:
+            for index, length in enumerate(self._simulated):
                 self._foretold[:batch_size, index] = length - 1
         elif len(self.rungs) > 1:
             expected = self.largest.tree.scores[:batch_size, 1:].exp().cumsum(1)
@@ -235,6 +236,14 @@ class Ladder:
         if rung.graph_runner is not None:
             self._runner.decode_cuda_graph_runner = rung.graph_runner
         return rung
+
+    def simulate(self, rung: Rung, walk: WalkBuffers, batch_size: int) -> None:
+        """Overwrite the results of a pass's walk where acceptance is forced."""
+        if self._simulated is not None:
+            last = self.rungs.index(rung) + 1
+            budgets = [each.budget for each in self.rungs[:last]]
+            longest = max_depth(rung.budget, rung.tree.max_depth + 1) + 1
+            simulate_acceptance(walk, batch_size, self._simulated[:last], budgets, longest)
 
     def interrupt(self) -> None:
         """Something else than a decode step runs next; times from step to step leave it out."""

@@ -27,7 +27,6 @@ from sglang.srt.speculative.ddtree_grammar import TreeGrammar
 from sglang.srt.speculative.ddtree_info import DDTreeVerifyInput, expand_tree_mask, fill_tree_columns
 from sglang.srt.speculative.ddtree_ladder import Ladder, Rung
 from sglang.srt.speculative.ddtree_metrics import TreeMetrics, VerifyTimer, max_depth
-from sglang.srt.speculative.ddtree_simulate import simulate_acceptance
 from sglang.srt.speculative.ddtree_walk import SamplingRows, WalkBuffers, walk_logits, walk_tree
 from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
 from sglang.srt.speculative.eagle_utils import TreeMaskMode
@@ -244,10 +243,7 @@ class DDTreeWorker(DFlashWorkerV2):
             rows = VerifyRows(tree.token_ids[:batch_size], tree.positions[:batch_size], tree.mask[:batch_size])
             sampling_info = adjust_logits(self, batch, rows, logits)
             walk_logits(logits, tree, SamplingRows.from_batch(sampling_info), walk)
-        if self._ladder.simulated is not None:
-            known = self._budgets[: self._budgets.index(rung.budget) + 1]
-            lengths, longest = self._ladder.simulated[: len(known)], max_depth(rung.budget, self.block_size) + 1
-            simulate_acceptance(walk, batch_size, lengths, known, longest)
+        self._ladder.simulate(rung, walk, batch_size)
         if get_tp_group().world_size > 1:
             get_tp_group().broadcast(walk.packed[:batch_size], src=0)
         record_run(self, batch, walk.out_tokens[:batch_size], walk.accept_lens[:batch_size])
