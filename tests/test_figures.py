@@ -122,6 +122,7 @@ def test_the_claim_at_the_top_is_the_longest_context() -> None:
     [
         ("README.md", "tokens/s, demo pair", "tests/serving/results/h200_decode.json"),
         ("sglang/DDTREE.md", "tokens/s, rank shape", "tests/serving/results/h200_decode_rank.json"),
+        ("sglang/DDTREE.md", "tokens/s, demo pair, again", "tests/serving/results/h200_decode_again.json"),
     ],
 )
 def test_curves_over_budgets(document: str, heading: str, name: str) -> None:

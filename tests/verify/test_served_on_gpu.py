@@ -375,11 +375,14 @@ def test_eagle_trees_are_verified_by_the_kernel(prompts: list[str], tmp_path: Pa
 
 
 def test_a_target_without_mla_is_served_by_triton(demo_pair: ModelPair, tmp_path: Path) -> None:
-    """Keys and values in two pools, in graphs. A wrong mask or a wrong row of the cache would part nearly all texts."""
+    """Keys and values in two pools, in graphs. A wrong mask or a wrong row of the cache would part nearly all texts.
+
+    Of the types that SGLang's norms take on a card, fp16 leaves the fewest near ties between random logits.
+    """
     target = tmp_path / "target"
     target.mkdir()
     write_target(target, demo_pair.target)
-    flags = ("--dtype", "float32", *GRAPH_FLAGS)
+    flags = ("--dtype", "float16", *GRAPH_FLAGS)
     texts = []
     for algorithm in (None, "DDTREE"):
         arguments = ModelPair(target, demo_pair.draft).arguments(algorithm)
