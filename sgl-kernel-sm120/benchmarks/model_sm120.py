@@ -54,7 +54,7 @@ CARDS = (
     Card("RTX 5090", 170, 2.407, 1.792e12, 32),
     Card("GB10", 48, 2.14, 0.237e12, 16),
 )
-SHAPES = ((8, 9), (8, 12), (8, 16), (16, 9), (64, 9))
+SHAPES = ((8, 9), (8, 12), (8, 16), (8, 17), (16, 9), (64, 9))
 
 
 def step_cycles(card: Card, measured: float) -> dict[str, float]:

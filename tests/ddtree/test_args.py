@@ -107,7 +107,7 @@ def test_budget_out_of_range(demo_pair: ModelPair, budget: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["--speculative-num-draft-tokens", "5"], r"--speculative-num-draft-tokens: DDTREE derives it \(17\), got 5"),
+        (["--speculative-num-draft-tokens", "5"], r"--speculative-num-draft-tokens: DDTREE derives it \(16\), got 5"),
         (["--speculative-dflash-block-size", "4"], r"--speculative-dflash-block-size: DDTREE derives it \(8\), got 4"),
         (["--page-size", "8"], "--page-size: expected one of 1, 16, 32, 64, got 8"),
         (["--mem-fraction-static", "1.0"], "--mem-fraction-static: expected more than 0 and less than 1, got 1.0"),

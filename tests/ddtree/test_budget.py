@@ -43,9 +43,9 @@ def choose(made: BudgetController, batch_size: int, context: float = 0.0) -> int
 
 
 def test_the_spine_is_a_choice_and_the_others_are_larger() -> None:
-    assert auto_budgets(8) == (7, 16, 32)
-    assert auto_budgets(16) == (15, 16, 32)
-    assert auto_budgets(24) == (23, 32)
+    assert auto_budgets(8) == (7, 15, 31)
+    assert auto_budgets(16) == (15, 31)
+    assert auto_budgets(24) == (23, 31)
     assert auto_budgets(64) == (63,)
 
 

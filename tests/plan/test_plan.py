@@ -137,7 +137,7 @@ def test_the_fraction_gives_the_pools_what_was_planned(
     assert planned - card / 1000 <= pools <= planned, "the flag has three digits"
 
 
-@pytest.mark.parametrize("budget, widths", [(16, (17,)), (None, (8, 17, 33))])
+@pytest.mark.parametrize("budget, widths", [(15, (16,)), (None, (8, 16, 32))])
 @pytest.mark.parametrize("tp_size, concurrency", [(1, 1), (8, 4), (8, 48)])
 def test_the_plan_leaves_what_the_server_will_ask_for(
     plan: ModuleType, tp_size: int, concurrency: int, budget: int | None, widths: tuple[int, ...]
@@ -167,7 +167,7 @@ def test_auto_is_what_the_server_chooses_from(plan: ModuleType, block: int) -> N
 def test_auto_keeps_room_for_its_largest_tree(tmp_path: Path) -> None:
     target, drafter = folder(tmp_path / "target", KIMI_K2), folder(tmp_path / "draft", KIMI_DRAFTER)
     flags = (target, "--drafter", drafter, "--card-gib", "400", "--json", "--budget")
-    auto, small, large = (json.loads(run(*flags, budget).stdout) for budget in ("auto", "16", "32"))
+    auto, small, large = (json.loads(run(*flags, budget).stdout) for budget in ("auto", "15", "31"))
     assert auto["logits"] == large["logits"] > small["logits"]
     assert auto["graphs"] > large["graphs"] and auto["tokens"] < large["tokens"] < small["tokens"]
 
@@ -226,7 +226,7 @@ def test_help_says_what_each_option_is() -> None:
     text = " ".join(run("--help").stdout.split())
     for option in ("--drafter DRAFTER", "--cards CARDS", "--budget BUDGET", "--concurrency CONCURRENCY", "--json"):
         assert re.search(rf" {option} [^-][^()]*\(default: [^N)]+\)", text), option
-    assert "(default: 8)" in text and "(default: 16)" in text and "(default: 4)" in text and "(required)" in text
+    assert "(default: 8)" in text and "(default: 15)" in text and "(default: 4)" in text and "(required)" in text
 
 
 def test_an_index_corrects_the_estimate(plan: ModuleType, tmp_path: Path) -> None:

@@ -114,7 +114,7 @@ def test_verify_passes_are_timed(server: Server) -> None:
 def test_the_route_of_a_machine_without_a_card(server: Server) -> None:
     (sample,) = scrape(server)["sglang:sm120_verify_route"].samples
     assert sample.value == 1
-    assert (sample.labels["kernel"], sample.labels["reason"], sample.labels["width"]) == ("other", "no_card", "17")
+    assert (sample.labels["kernel"], sample.labels["reason"], sample.labels["width"]) == ("other", "no_card", "16")
 
 
 @pytest.mark.scenario("BUG-058")
@@ -131,7 +131,7 @@ def test_memory_by_owner(server: Server, demo_pair: ModelPair) -> None:
     heads = drafter["num_key_value_heads"] * drafter["head_dim"]
     assert table["kv"] == pytest.approx(tokens * target["num_hidden_layers"] * latent * 4, abs=4096)
     assert table["draft_kv"] == pytest.approx(tokens * drafter["num_hidden_layers"] * 2 * heads * 4, abs=4096)
-    assert table["mask"] == 32 * 17 * 17, "a bool for each pair of rows of 32 trees"
+    assert table["mask"] == 32 * 16 * 16, "a bool for each pair of rows of 32 trees"
     checkpoint = (demo_pair.target / "model.safetensors").stat().st_size
     assert table["weights"] > 1.5 * checkpoint, "bf16 on disk, float32 in memory"
     assert table["workspace"] == table["graphs"] == 0

@@ -36,7 +36,7 @@ AUTO_CHOICES = auto_budgets(json.loads((DEMO / "draft" / "config.json").read_tex
 CONFIGURATIONS: dict[str, tuple[str | None, tuple[str, ...]]] = {
     "plain": (None, ()),
     "chain": ("DFLASH", ()),
-    **{f"tree-{size}": ("DDTREE", ("--speculative-ddtree-budget", size)) for size in ("7", "16", "32", "64", "auto")},
+    **{f"tree-{size}": ("DDTREE", ("--speculative-ddtree-budget", size)) for size in ("7", "15", "16", "31", "32", "63", "64", "auto")},
 }
 
 

@@ -103,8 +103,8 @@ def load_and_empty(server: Server, page_size: int, num_requests: int, budget: in
 
 
 # The longest prompt that a pool of 640 tokens serves: a page is left free, a token follows, and a verify step reserves two
-# windows of 17 rows (a tree of 16 nodes) or 8 (a block).
-LONGEST_PROMPTS = [("DDTREE", 1, 640 - 1 - 1 - 34), ("DDTREE", 16, 640 - 16 - 1 - 34), ("DFLASH", 1, 640 - 1 - 1 - 16)]
+# windows of 16 rows (a tree of 15 nodes) or 8 (a block).
+LONGEST_PROMPTS = [("DDTREE", 1, 640 - 1 - 1 - 32), ("DDTREE", 16, 640 - 16 - 1 - 32), ("DFLASH", 1, 640 - 1 - 1 - 16)]
 # 39 pages but one, and less than one page for what follows.
 LONGEST_PROMPTS.append((None, 16, 608))
 

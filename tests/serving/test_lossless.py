@@ -55,7 +55,7 @@ def test_chain_is_lossless(serve: Serve, prompts: list[str], plain: list[list[in
     assert answers(serve("DFLASH"), prompts) == plain
 
 
-@pytest.mark.parametrize("budget", [1, 7, 16, 32, 64])
+@pytest.mark.parametrize("budget", [1, 7, DEFAULT_BUDGET, 16, 32, 64])
 def test_tree_is_lossless(serve: Serve, prompts: list[str], plain: list[list[int]], budget: int) -> None:
     # The default budget goes without the flag, so that other tests can share the server.
     server = serve("DDTREE", *(["--speculative-ddtree-budget", str(budget)] if budget != DEFAULT_BUDGET else []))
@@ -71,8 +71,7 @@ def test_tree_takes_the_steps_of_the_reference(serve: Serve, prompts: list[str],
     """
     figures = json.loads((repo_root / "tests" / "models" / "demo" / "figures.json").read_text())["evaluation"]
     expected = [rounds for _, rounds in figures["tokens_and_rounds"]["tree_16"]][:NUM_SINGLE]
-    server, new_tokens = serve("DDTREE"), figures["new_tokens"]
-    assert DEFAULT_BUDGET == 16
+    server, new_tokens = serve("DDTREE", "--speculative-ddtree-budget", "16"), figures["new_tokens"]
     asked = [generate(server, prompt, max_new_tokens=new_tokens, ignore_eos=True) for prompt in prompts[:NUM_SINGLE]]
     steps = [answer["meta_info"]["spec_verify_ct"] for answer in asked]
     assert all(abs(found - wanted) <= 1 for found, wanted in zip(steps, expected, strict=True)), (steps, expected)
