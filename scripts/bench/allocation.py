@@ -5,8 +5,9 @@
 
 Texts of random lengths come and go on SGLang's own allocator, as under DDTREE: each step reserves two verify windows for
 every text and commits three tokens. Once with the free list as SGLang keeps it and once sorted now and then, as the fork
-does. The pool must be used up several times before the two differ. An allocation is taking the slots of a step and writing them to the texts' rows; what the order costs is spread over
-the steps between two sorts. Times are microseconds, on the host alone and until the device is done.
+does. The pool must be used up several times before the two differ. An allocation is taking the slots of a step and writing
+them to the texts' rows; what the order costs is spread over the steps between two sorts. Times are microseconds, on the
+host alone and until the device is done.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ import torch
 from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
 from sglang.srt.sm120.defrag import CHUNK, LOOKAHEAD, MEASURE_EVERY
 from sglang.srt.sm120.kv_extents import breaks_by_chunk, sort_free
+from sglang.srt.speculative.ddtree_args import DEFAULT_BUDGET
 
-WINDOW, ACCEPTED = 17, 3
+WINDOW, ACCEPTED = DEFAULT_BUDGET + 1, 3
 LONGEST_PROMPT, LONGEST_ANSWER = 8192, 2048
 
 
