@@ -19,15 +19,15 @@ BUDGETS, BLOCK = (7, 16, 32), 8
 PASSES = 2000
 
 
-def run(lengths: Sequence[float], budgets: Sequence[int]) -> list[int]:
+def run(lengths: Sequence[float], budgets: Sequence[int], device: str = "cpu") -> list[int]:
     """The accepted rows of one forced pass over poisoned results, the root among them."""
-    walk = WalkBuffers.allocate(4, BLOCK - 1, "cpu")
+    walk = WalkBuffers.allocate(4, BLOCK - 1, device)
     walk.packed.fill_(-99)
     simulate_acceptance(walk, 3, lengths, budgets, BLOCK)
     length = int(walk.accept_lens[0])
-    assert walk.accept_lens.tolist() == [length] * 3 + [-99] and walk.bonus.tolist() == [100] * 3 + [-99]
-    assert walk.out_tokens[0].tolist() == [100] * length + [0] * (BLOCK - length)
-    assert (walk.accept_index[:3] == walk.accept_index[0]).all() and (walk.accept_index[3] == -99).all()
+    assert walk.accept_lens[:3].tolist() == [length] * 3 and walk.bonus[:3].tolist() == [100] * 3
+    assert walk.out_tokens[:3].tolist() == [[100] * length + [0] * (BLOCK - length)] * 3
+    assert (walk.accept_index[:3] == walk.accept_index[0]).all() and (walk.packed[3] == -99).all()
     rows: list[int] = walk.accept_index[0].tolist()
     assert rows[length:] == [-1] * (BLOCK - length)
     return rows[:length]
@@ -47,6 +47,12 @@ def test_runs_have_the_asked_lengths(lengths: tuple[float, ...], rung: int) -> N
 
 def test_one_budget_follows_the_spine() -> None:
     assert run((3.0,), (16,)) == [0, 1, 2]
+
+
+@pytest.mark.gpu
+def test_a_card_gets_the_same() -> None:
+    for length in range(1, BLOCK + 1):
+        assert run((length,), (16,), "cuda") == list(range(length))
 
 
 def test_auto_believes_what_is_forced() -> None:

@@ -11,8 +11,6 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import torch
-
 from sglang.srt.sm120.startup import StartupError
 from sglang.srt.speculative.ddtree_args import LENGTHS_VARIABLE
 from sglang.srt.speculative.spec_utils import SIMULATE_ACC_LEN, SIMULATE_ACC_METHOD, _sample_simulated_acc_len
@@ -65,13 +63,4 @@ def simulate_acceptance(
         drafts = _sample_simulated_acc_len(1 + more - fewer, SIMULATE_ACC_METHOD, max_accept) - 1
         path.extend(range(smaller + 1, smaller + 1 + drafts))
     path = path[: length - 1]
-    path = [*range(length - len(path)), *path]
-    rows = torch.full((walk.accept_index.shape[1],), -1, dtype=walk.packed.dtype)
-    rows[:length] = torch.tensor(path)
-    if walk.packed.is_cuda:
-        rows = rows.pin_memory()
-    rows = rows.to(walk.packed.device, non_blocking=True)
-    walk.accept_index[:batch_size] = rows
-    walk.out_tokens[:batch_size] = torch.where(rows < 0, 0, FIXED_TOKEN)
-    walk.accept_lens[:batch_size] = length
-    walk.bonus[:batch_size] = FIXED_TOKEN
+    walk.set_run(batch_size, [*range(length - len(path)), *path], FIXED_TOKEN)

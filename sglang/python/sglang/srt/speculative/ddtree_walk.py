@@ -10,7 +10,7 @@ Nothing here reads a value back to the host.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -90,6 +90,13 @@ class WalkBuffers:
         packed = torch.zeros((max_bs, 2 * longest + 2), dtype=torch.int64, device=device)
         packed[:, :longest] = -1
         return cls(packed, packed[:, :longest], packed[:, longest:-2], packed[:, -2], packed[:, -1])
+
+    def set_run(self, bs: int, rows: Sequence[int], token: int) -> None:
+        """Give the first `bs` requests one run that the host knows: accepted `rows`, root first, all of one token."""
+        beyond = self.accept_index.shape[1] - len(rows)
+        run = [*rows, *[-1] * beyond, *[token] * len(rows), *[0] * beyond, len(rows), token]
+        packed = torch.tensor(run, dtype=self.packed.dtype, pin_memory=self.packed.is_cuda)
+        self.packed[:bs] = packed.to(self.packed.device, non_blocking=True)
 
 
 def walk_logits(
