@@ -29,7 +29,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import requests
 import step_trace
@@ -37,6 +37,10 @@ from checks import UNPACK, Refused, check_device, check_stock
 from memory_log import memory_by_owner
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "tests"))
+
+from serving.server import Server, ServerFailed, generate_body, stream
+
 CONTEXTS = (1024, 4096, 16384, 65536)
 CONCURRENCY = (1, 4)
 ACCEPT_LENGTH = 3
@@ -46,6 +50,7 @@ TRACED = ((1024, 1), (1024, 8), (65536, 1), (65536, 8))
 TRACED_STEPS, HELD_TOKENS = 12, 8192
 GRAPHS_PER_STEP = 2  # drafter and target
 TRACE_TIMEOUT_SECONDS = 300.0
+READ_TIMEOUT_SECONDS = 900.0  # between two parts of an answer: others may have long prompts, which stock reads slowly
 # Eight nodes under the root: rows for rows what the chain of a block of eight verifies, and one more.
 DDTREE_BUDGET = 8
 COMMON_FLAGS = (
@@ -57,16 +62,17 @@ COMMON_FLAGS = (
 )
 
 
-class Server:
-    """One server process on a loopback port.
+class ComparedServer(Server):
+    """One of the servers that are compared.
 
     Args:
-        label: name of its rows.
+        label: name of its rows and of its log.
         models: folder with target/ and draft/.
         flags: beside those that both servers share.
         environment: variables beside those that both servers share.
         path: folder for the front of PYTHONPATH, or None.
         gpu: index of its card.
+        logs: folder of its log.
     """
 
     def __init__(
@@ -80,92 +86,39 @@ class Server:
         logs: Path,
     ) -> None:
         self.label = label
-        self.log = logs / f"{label}.log"
-        self._port = 30100 + int(gpu)
-        self.url = f"http://127.0.0.1:{self._port}"
         pair = ("--model-path", str(models / "target"), "--speculative-draft-model-path", str(models / "draft"))
-        # The signal on the parent's death comes when the thread that started the server ends; `run_all` keeps it.
-        self._command = ["setpriv", "--pdeathsig", "TERM", sys.executable, "-m", "sglang.launch_server"]
-        self._command += ["--host", "127.0.0.1"]
-        self._command += ["--port", str(self._port), *pair, *COMMON_FLAGS, *flags]
-        search = os.pathsep.join([str(path)] * bool(path) + [os.environ.get("PYTHONPATH", "")])
-        self._environment = {
-            **os.environ,
+        variables = {
             **environment,
             "CUDA_VISIBLE_DEVICES": gpu,
-            "PYTHONPATH": search,
+            "PYTHONPATH": os.pathsep.join([str(path)] * bool(path) + [os.environ.get("PYTHONPATH", "")]),
             "SGLANG_SIMULATE_ACC_LEN": str(ACCEPT_LENGTH),
         }
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def __enter__(self) -> Self:
-        with self.log.open("wb") as log:
-            self._process = subprocess.Popen(
-                self._command, stdout=log, stderr=subprocess.STDOUT, env=self._environment, start_new_session=True
-            )
-        try:
-            while not self._ready():
-                if self._process.poll() is not None:
-                    raise SystemExit(f"{self.label}: the server ended\n{self._output()[-3000:]}")
-                time.sleep(1)
-        except BaseException:
-            self.kill()
-            raise
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        if self._process is not None:
-            self._process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(30)
-        self.kill()
-
-    def kill(self) -> None:
-        """End whatever is left of the server's process group, by force."""
-        if self._process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
-
-    def _output(self) -> str:
-        """What it has written; nothing before it is started."""
-        return self.log.read_text(errors="replace") if self.log.exists() else ""
-
-    def _ready(self) -> bool:
-        try:
-            return requests.get(f"{self.url}/health", timeout=20).status_code == 200
-        except requests.RequestException:
-            return False
+        super().__init__(logs / f"{label}.log", *pair, *COMMON_FLAGS, *flags, environment=variables)
 
     def captures(self) -> list[str]:
         """What its log says of captured graphs and of the attention that verifies."""
         return [
             re.sub(r"^\[[^]]*\] ", "", line)
-            for line in self._output().splitlines()
+            for line in self.output().splitlines()
             if re.search(r"CUDA graph end|Verify attention", line)
         ]
 
     def memory(self) -> dict[str, int]:
         """Bytes by owner from the table at its start, which only the fork has."""
-        return memory_by_owner(self._output())
+        return memory_by_owner(self.output())
 
 
-def decode(url: str, ids: list[int], new_tokens: int) -> Generator[dict[str, Any], None, None]:
-    """The meta data of each part of one greedy answer, as it arrives; closing the generator ends the request."""
-    sampling = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
-    body = {"input_ids": ids, "sampling_params": sampling, "stream": True}
-    with requests.post(f"{url}/generate", json=body, stream=True, timeout=900) as response:
-        response.raise_for_status()
-        for line in response.iter_lines():
-            if line.startswith(b"data: {"):
-                yield json.loads(line[6:])["meta_info"]
+def decode(server: Server, ids: list[int], new_tokens: int) -> Generator[dict[str, Any], None, None]:
+    """The parts of one greedy answer, as they arrive; closing the generator ends the request."""
+    body = generate_body(ids, max_new_tokens=new_tokens, ignore_eos=True)
+    return stream(server, "/generate", body, READ_TIMEOUT_SECONDS)
 
 
-def stream(url: str, ids: list[int], barrier: threading.Barrier) -> dict[str, float]:
+def follow(server: Server, ids: list[int], barrier: threading.Barrier) -> dict[str, float]:
     """One streamed answer: seconds to the first token, then verify steps, tokens and seconds once all streams decode."""
     started, first, mark = time.perf_counter(), 0.0, None
-    for last in decode(url, ids, WARM_TOKENS + MEASURED_TOKENS):
-        now = time.perf_counter()
+    for part in decode(server, ids, WARM_TOKENS + MEASURED_TOKENS):
+        now, last = time.perf_counter(), part["meta_info"]
         if not first:
             first = now
             barrier.wait()  # nobody is measured while another prompt is being read
@@ -177,7 +130,9 @@ def stream(url: str, ids: list[int], barrier: threading.Barrier) -> dict[str, fl
     return {"ttft_s": first - started, "seconds": seconds, "tokens": tokens, "steps": steps}
 
 
-def measure(server: Server, contexts: tuple[int, ...], concurrencies: tuple[int, ...]) -> Iterator[dict[str, Any]]:
+def measure(
+    server: ComparedServer, contexts: tuple[int, ...], concurrencies: tuple[int, ...]
+) -> Iterator[dict[str, Any]]:
     """Rows of one server. A longer prompt begins with the shorter one, so that prefixes come from the cache."""
     generator = random.Random(7)
     prompts = [[generator.randint(4, 1000) for _ in range(max(contexts))] for _ in range(max(concurrencies))]
@@ -197,30 +152,30 @@ def measure(server: Server, contexts: tuple[int, ...], concurrencies: tuple[int,
 
 
 def together(server: Server, prompts: list[list[int]]) -> list[dict[str, float]]:
-    """What `stream` says of prompts that decode at the same time."""
+    """What `follow` says of prompts that decode at the same time."""
     barrier = threading.Barrier(len(prompts))
     with ThreadPoolExecutor(len(prompts)) as pool:
-        return list(pool.map(lambda ids: stream(server.url, ids, barrier), prompts))
+        return list(pool.map(lambda ids: follow(server, ids, barrier), prompts))
 
 
-def hold(url: str, ids: list[int], running: threading.Barrier, done: threading.Event) -> None:
+def hold(server: Server, ids: list[int], running: threading.Barrier, done: threading.Event) -> None:
     """Keep one stream decoding until `done`."""
-    with contextlib.closing(decode(url, ids, HELD_TOKENS)) as parts:
+    with contextlib.closing(decode(server, ids, HELD_TOKENS)) as parts:
         for index, _ in enumerate(parts):
             if index == 0:
                 running.wait()
             if done.is_set():
                 return
-    raise SystemExit(f"{url}: a stream of {HELD_TOKENS} tokens ended before the trace was there")
+    raise SystemExit(f"{server.url}: a stream of {HELD_TOKENS} tokens ended before the trace was there")
 
 
-def trace(server: Server, ids: list[int], concurrency: int) -> dict[str, Any]:
+def trace(server: ComparedServer, ids: list[int], concurrency: int) -> dict[str, Any]:
     """What steps cost while `concurrency` streams decode behind the same prompt."""
     running, done = threading.Barrier(concurrency + 1, timeout=TRACE_TIMEOUT_SECONDS), threading.Event()
     folder = Path(tempfile.mkdtemp(dir=server.log.parent))
     body = {"output_dir": str(folder), "num_steps": TRACED_STEPS, "activities": ["CPU", "GPU"]}
     with ThreadPoolExecutor(concurrency) as pool:
-        streams = [pool.submit(hold, server.url, ids, running, done) for _ in range(concurrency)]
+        streams = [pool.submit(hold, server, ids, running, done) for _ in range(concurrency)]
         try:
             running.wait()
             requests.post(f"{server.url}/start_profile", json=body, timeout=TRACE_TIMEOUT_SECONDS).raise_for_status()
@@ -245,7 +200,7 @@ def read_when_written(folder: Path) -> list[dict[str, Any]]:
     raise SystemExit(f"{folder}: expected a trace within {TRACE_TIMEOUT_SECONDS:.0f} s, got none")
 
 
-def trace_all(server: Server, contexts: tuple[int, ...]) -> Iterator[dict[str, Any]]:
+def trace_all(server: ComparedServer, contexts: tuple[int, ...]) -> Iterator[dict[str, Any]]:
     """Rows of one server at the points of `TRACED` that have one of these contexts."""
     generator = random.Random(7)  # the first prompt of `measure`, whose prefix is cached
     prompt = [generator.randint(4, 1000) for _ in range(max(context for context, _ in TRACED))]
@@ -259,7 +214,7 @@ def trace_all(server: Server, contexts: tuple[int, ...]) -> Iterator[dict[str, A
 class Results:
     """A file of rows that is complete after each of them."""
 
-    def __init__(self, path: Path, servers: list[Server]) -> None:
+    def __init__(self, path: Path, servers: list[ComparedServer]) -> None:
         self._path, self._servers = path, servers
         self._rows: list[dict[str, Any]] = []
         self._lock = threading.Lock()
@@ -280,7 +235,7 @@ class Results:
                 partial.replace(self._path)
 
 
-def environment(servers: list[Server]) -> dict[str, Any]:
+def environment(servers: list[ComparedServer]) -> dict[str, Any]:
     """Where, when and how."""
     import torch
 
@@ -298,7 +253,7 @@ def environment(servers: list[Server]) -> dict[str, Any]:
     }
 
 
-def run_all(servers: list[Server], side_by_side: int, run: Callable[[Server], None]) -> None:
+def run_all(servers: list[ComparedServer], side_by_side: int, run: Callable[[ComparedServer], None]) -> None:
     """Run each server, in threads that live as long as their servers do.
 
     A signal that ends the benchmark ends the servers first, which are in sessions of their own and would not get it.
@@ -312,8 +267,11 @@ def run_all(servers: list[Server], side_by_side: int, run: Callable[[Server], No
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
             signal.signal(number, end)
-    with ThreadPoolExecutor(side_by_side) as pool:
-        list(pool.map(run, servers))
+    try:
+        with ThreadPoolExecutor(side_by_side) as pool:
+            list(pool.map(run, servers))
+    except ServerFailed as failed:
+        raise SystemExit(f"bench: {failed}") from None
 
 
 def parse_args() -> argparse.Namespace:
@@ -360,14 +318,14 @@ def main() -> None:
     chain = ("--speculative-algorithm", "DFLASH", "--speculative-num-draft-tokens", "8", *args.flags)
     # Where it is no sm_120 card, the kernel must be asked for.
     kernel = {"SGLANG_SM120_VERIFY": "on"}
-    servers = [Server("sm120-ddtree", models, tree, kernel, args.fork, gpus[-1], logs)]
+    servers = [ComparedServer("sm120-ddtree", models, tree, kernel, args.fork, gpus[-1], logs)]
     if args.stock:
-        servers.insert(0, Server("stock-dflash", models, chain, {}, args.stock, gpus[0], logs))
+        servers.insert(0, ComparedServer("stock-dflash", models, chain, {}, args.stock, gpus[0], logs))
 
     decoding = Results(args.out, servers)
     tracing = Results(args.steps, servers) if args.steps else None
 
-    def run(server: Server) -> None:
+    def run(server: ComparedServer) -> None:
         with server:
             decoding.take(measure(server, contexts, concurrencies))
             if tracing is not None:

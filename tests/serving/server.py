@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Servers for tests: a patched SGLang in a process group of its own, on a free loopback port."""
+"""Servers for tests and measurements: an SGLang in a process group of its own, on a free loopback port."""
 
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import os
 import signal
@@ -14,17 +15,20 @@ import time
 import urllib.error
 import urllib.request
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
-import openai
 import requests
 
 from serving.launcher import Launched, Launcher
 
-START_TIMEOUT_SECONDS = 240.0
+if TYPE_CHECKING:
+    import openai
+
+# A model of 61 layers takes four minutes on a card for which nothing is compiled yet.
+START_TIMEOUT_SECONDS = 600.0
 STOP_TIMEOUT_SECONDS = 30.0
 LOG_TAIL_LINES = 60
 
@@ -51,10 +55,12 @@ class ServerFailed(AssertionError):
 class Server:
     """One running server. Start it with `with Server(log, *arguments)` or through the `serve` fixture.
 
+    It ends with the thread that has started it, or with the launcher that has forked it, however these end.
+
     Args:
-        log: file that receives the output of all its processes.
+        log: file that receives the output of all its processes; errors have its name.
         arguments: SGLang's own; host and port are added.
-        environment: variables set on top of the tests' own.
+        environment: variables set on top of this process's own.
         launcher: forks the server, unless it has variables of its own; without one each start imports SGLang again.
     """
 
@@ -92,11 +98,9 @@ class Server:
         try:
             while not self._healthy():
                 if not self.running:
-                    raise ServerFailed(
-                        f"server: expected it to start, it ended with {self._exit_status()}\n{self.tail()}"
-                    )
+                    raise self._failed(f"to start, it ended with {self._exit_status()}")
                 if time.monotonic() > deadline:
-                    raise ServerFailed(f"server: expected an answer within {timeout:.0f} s, got none\n{self.tail()}")
+                    raise self._failed(f"to answer within {timeout:.0f} s, it has not")
                 time.sleep(0.25)
         except BaseException:
             self.stop()
@@ -109,7 +113,7 @@ class Server:
         try:
             return self._process.wait(timeout)
         except subprocess.TimeoutExpired:
-            raise ServerFailed(f"server: expected it to refuse, it still runs\n{self.tail()}") from None
+            raise self._failed("to refuse, it still runs") from None
         finally:
             self.stop()
 
@@ -122,7 +126,10 @@ class Server:
         self.kill()
 
     def kill(self) -> None:
-        """Ends the server's whole process group by force, without the seconds that SGLang waits for its requests."""
+        """Ends the server's whole process group by force, without the seconds that SGLang waits for its requests.
+
+        A signal handler may call it, whatever another thread does with the server.
+        """
         if self._process is None:
             return
         process, self._process = self._process, None
@@ -132,6 +139,8 @@ class Server:
 
     def client(self, timeout: float = 120.0) -> openai.OpenAI:
         """An OpenAI client that never retries, so that a failed request fails the test."""
+        import openai  # takes a second, and measurements do without
+
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="unused", timeout=timeout, max_retries=0)
 
     def output(self) -> str:
@@ -148,7 +157,7 @@ class Server:
         if self._launcher is not None and not self._environment:
             self._process = self._launcher.start(arguments, self.log)
             return
-        # The signal on the parent's death ends the server of a test run that is itself killed.
+        # The signal on the parent's death ends the server of a run that is itself killed. The parent is a thread.
         command = ["setpriv", "--pdeathsig", "TERM", sys.executable, "-m", "sglang.launch_server"]
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
@@ -163,11 +172,14 @@ class Server:
     def _exit_status(self) -> int | None:
         return None if self._process is None else self._process.returncode
 
+    def _failed(self, expected: str) -> ServerFailed:
+        return ServerFailed(f"{self.log.stem}: expected the server {expected}\n{self.tail()}")
+
     def _healthy(self) -> bool:
         try:
             with urllib.request.urlopen(f"{self.url}/health", timeout=30) as response:
                 return response.status == 200
-        except (urllib.error.URLError, OSError):
+        except (OSError, http.client.HTTPException):
             return False
 
 
@@ -248,9 +260,11 @@ def result(answer: Any) -> tuple[str, list[int], Any, int]:
     return answer["text"], answer["output_ids"], meta["finish_reason"], meta["completion_tokens"]
 
 
-def stream(server: Server, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The events that an endpoint streams, without the word that ends them."""
-    with requests.post(f"{server.url}{path}", json=body | {"stream": True}, stream=True, timeout=300) as response:
+def stream(
+    server: Server, path: str, body: dict[str, Any], timeout: float = 300.0
+) -> Generator[dict[str, Any], None, None]:
+    """The events that an endpoint streams, without the word that ends them; closing the generator ends the request."""
+    with requests.post(f"{server.url}{path}", json=body | {"stream": True}, stream=True, timeout=timeout) as response:
         assert response.status_code == 200, response.text
         for line in response.iter_lines():
             if line.startswith(b"data: {"):
