@@ -26,7 +26,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -39,18 +39,18 @@ from memory_log import memory_by_owner
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "tests"))
 
-from serving.server import Server, ServerFailed, generate_body, stream
+from serving.server import Server, ServerFailed
+from serving.streams import decode, follow_together, while_all_decode
 
 CONTEXTS = (1024, 4096, 16384, 65536)
 CONCURRENCY = (1, 4)
 ACCEPT_LENGTH = 3
-WARM_TOKENS, MEASURED_TOKENS = 48, 96
+WARM_TOKENS, NEW_TOKENS = 48, 144
 # Contexts and concurrency of the traces; at 64k eight streams share one prefix, since stock reads a prompt in 40 seconds.
 TRACED = ((1024, 1), (1024, 8), (65536, 1), (65536, 8))
 TRACED_STEPS, HELD_TOKENS = 12, 8192
 GRAPHS_PER_STEP = 2  # drafter and target
 TRACE_TIMEOUT_SECONDS = 300.0
-READ_TIMEOUT_SECONDS = 900.0  # between two parts of an answer: others may have long prompts, which stock reads slowly
 # Eight nodes under the root: rows for rows what the chain of a block of eight verifies, and one more.
 DDTREE_BUDGET = 8
 COMMON_FLAGS = (
@@ -108,28 +108,6 @@ class ComparedServer(Server):
         return memory_by_owner(self.output())
 
 
-def decode(server: Server, ids: list[int], new_tokens: int) -> Generator[dict[str, Any], None, None]:
-    """The parts of one greedy answer, as they arrive; closing the generator ends the request."""
-    body = generate_body(ids, max_new_tokens=new_tokens, ignore_eos=True)
-    return stream(server, "/generate", body, READ_TIMEOUT_SECONDS)
-
-
-def follow(server: Server, ids: list[int], barrier: threading.Barrier) -> dict[str, float]:
-    """One streamed answer: seconds to the first token, then verify steps, tokens and seconds once all streams decode."""
-    started, first, mark = time.perf_counter(), 0.0, None
-    for part in decode(server, ids, WARM_TOKENS + MEASURED_TOKENS):
-        now, last = time.perf_counter(), part["meta_info"]
-        if not first:
-            first = now
-            barrier.wait()  # nobody is measured while another prompt is being read
-        if mark is None and last["completion_tokens"] >= WARM_TOKENS:
-            mark = (now, last["completion_tokens"])
-    assert mark is not None
-    seconds, tokens = now - mark[0], last["completion_tokens"] - mark[1]
-    steps = tokens / (last["completion_tokens"] / last["spec_verify_ct"])
-    return {"ttft_s": first - started, "seconds": seconds, "tokens": tokens, "steps": steps}
-
-
 def measure(
     server: ComparedServer, contexts: tuple[int, ...], concurrencies: tuple[int, ...]
 ) -> Iterator[dict[str, Any]]:
@@ -137,25 +115,26 @@ def measure(
     generator = random.Random(7)
     prompts = [[generator.randint(4, 1000) for _ in range(max(contexts))] for _ in range(max(concurrencies))]
     for concurrency in concurrencies:  # compiles what the measured streams need
-        together(server, [ids[-64:] for ids in prompts[:concurrency]])
+        follow_together(server, [ids[-64:] for ids in prompts[:concurrency]], NEW_TOKENS)
     for context in contexts:
         for concurrency in concurrencies:
-            found = together(server, [ids[:context] for ids in prompts[:concurrency]])
+            answers = follow_together(server, [ids[:context] for ids in prompts[:concurrency]], NEW_TOKENS)
+            spans = while_all_decode(answers, WARM_TOKENS)
+            if not spans:
+                raise SystemExit(
+                    f"bench: {server.label}: expected {concurrency} streams of {NEW_TOKENS} tokens to decode together, "
+                    "some ended before others began; see --max-running-requests and --max-total-tokens"
+                )
+            lengths = [answer.parts[-1][1] / answer.steps for answer in answers]
+            per_step = [length * span.seconds / span.tokens for span, length in zip(spans, lengths, strict=True)]
             yield {
                 "label": server.label,
                 "context": context,
                 "concurrency": concurrency,
-                "ms_per_step": round(1e3 * sum(each["seconds"] / each["steps"] for each in found) / concurrency, 2),
-                "tok_s": round(sum(each["tokens"] / each["seconds"] for each in found), 1),
-                "ttft_s": round(max(each["ttft_s"] for each in found), 2),
+                "ms_per_step": round(1e3 * sum(per_step) / concurrency, 2),
+                "tok_s": round(sum(span.tokens / span.seconds for span in spans), 1),
+                "ttft_s": round(max(answer.parts[0][0] - answer.asked for answer in answers), 2),
             }
-
-
-def together(server: Server, prompts: list[list[int]]) -> list[dict[str, float]]:
-    """What `follow` says of prompts that decode at the same time."""
-    barrier = threading.Barrier(len(prompts))
-    with ThreadPoolExecutor(len(prompts)) as pool:
-        return list(pool.map(lambda ids: follow(server, ids, barrier), prompts))
 
 
 def hold(server: Server, ids: list[int], running: threading.Barrier, done: threading.Event) -> None:

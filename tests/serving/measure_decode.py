@@ -3,7 +3,14 @@
 
     build/env/bin/python tests/serving/measure_decode.py --json OUT.json [--concurrency 1,16] [-- SERVER FLAGS]
 
-Greedy answers to the demo prompts, at most as many in flight as --concurrency says, after a few to warm up. On the
+Greedy answers to the demo prompts, after a few to warm up. Each row has
+
+    concurrency    most answers in flight at the same time
+    tok_s          tokens per second of whole answers, the reading of their prompts included
+    decode_tok_s   tokens per second of so many streamed answers while all are written and no prompt is being read
+    accept_length  tokens per step, the bonus included
+
+decode_tok_s is null where they never all are: more of them than the server runs, or --new-tokens too few. On the
 reference platform every verified row costs arithmetic, so speed says little about a GPU; accept lengths are the same
 everywhere. Another --pair on dummy weights needs --accept-lengths: a file that this program has written for a real
 pair, whose accept lengths are then forced.
@@ -13,7 +20,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
+import math
 import platform
 import sys
 import tempfile
@@ -26,10 +35,12 @@ REPO_ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPO_ROOT / "tests"))
 
 from serving.server import ModelPair, Server, generate
+from serving.streams import follow_together, while_all_decode
 from sglang.srt.speculative.ddtree_args import LENGTHS_VARIABLE
 from sglang.srt.speculative.ddtree_budget import auto_budgets
 
 NUM_PROMPTS = 24
+MIN_ROUNDS, WARM_TOKENS = 3, 16
 NEW_TOKENS = 96
 DEMO = REPO_ROOT / "tests" / "models" / "demo"
 AUTO_CHOICES = auto_budgets(json.loads((DEMO / "draft" / "config.json").read_text())["block_size"])
@@ -40,8 +51,8 @@ CONFIGURATIONS: dict[str, tuple[str | None, tuple[str, ...]]] = {
 }
 
 
-def measure(server: Server, prompts: list[str], concurrency: int, new_tokens: int) -> dict[str, float]:
-    """Tokens per second, and the mean accept length, bonus token included."""
+def measure(server: Server, prompts: list[str], concurrency: int, new_tokens: int) -> dict[str, float | None]:
+    """The figures of one row."""
 
     def answer(prompt: str) -> Any:
         return generate(server, prompt, max_new_tokens=new_tokens, ignore_eos=True)["meta_info"]
@@ -56,8 +67,22 @@ def measure(server: Server, prompts: list[str], concurrency: int, new_tokens: in
     return {
         "concurrency": concurrency,
         "tok_s": round(tokens / seconds, 1),
+        "decode_tok_s": decode_speed(server, prompts, concurrency, new_tokens),
         "accept_length": round(tokens / steps, 2),
     }
+
+
+def decode_speed(server: Server, prompts: list[str], concurrency: int, new_tokens: int) -> float | None:
+    """Tokens per second without prompts, in rounds of `concurrency` streams over all prompts in turn; None: no figure."""
+    rounds = max(MIN_ROUNDS, math.ceil(len(prompts) / concurrency))
+    in_turn = itertools.cycle(prompts)
+    spans = []
+    for _ in range(rounds):
+        answers = follow_together(server, list(itertools.islice(in_turn, concurrency)), new_tokens)
+        spans += while_all_decode(answers, WARM_TOKENS)
+    if not spans:
+        return None
+    return round(concurrency * sum(span.tokens for span in spans) / sum(span.seconds for span in spans), 1)
 
 
 def make_server(label: str, log: Path, pair: ModelPair, flags: list[str], forced: dict[str, str]) -> Server:
@@ -87,7 +112,9 @@ def main() -> None:
     parser.add_argument("--labels", default=anywhere, help="which of %(default)s,tree-auto; auto needs a GPU")
     parser.add_argument("--concurrency", default="1,16")
     parser.add_argument("--prompts", type=int, default=NUM_PROMPTS)
-    parser.add_argument("--new-tokens", type=int, default=NEW_TOKENS, help="few tell more of prefills than of decoding")
+    parser.add_argument(
+        "--new-tokens", type=int, default=NEW_TOKENS, help="few make tok_s tell more of prompts than of decoding"
+    )
     parser.add_argument("--accept-lengths", type=Path)
     parser.add_argument("--logs", type=Path, help="folder in which the servers' logs stay")
     parser.add_argument("--together", action="store_true", help="start all servers first; give them --sleep-on-idle")
@@ -118,8 +145,8 @@ def main() -> None:
                 for concurrency in concurrencies:
                     rows.append({"label": label} | measure(server, prompts, concurrency, options.new_tokens))
                     print("  ".join(f"{name} {value}" for name, value in rows[-1].items()), flush=True)
-            if options.json:
-                options.json.write_text(json.dumps({"env": environment(), "rows": rows}, indent=1) + "\n")
+                    if options.json:
+                        options.json.write_text(json.dumps({"env": environment(), "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
