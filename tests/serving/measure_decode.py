@@ -47,7 +47,10 @@ AUTO_CHOICES = auto_budgets(json.loads((DEMO / "draft" / "config.json").read_tex
 CONFIGURATIONS: dict[str, tuple[str | None, tuple[str, ...]]] = {
     "plain": (None, ()),
     "chain": ("DFLASH", ()),
-    **{f"tree-{size}": ("DDTREE", ("--speculative-ddtree-budget", size)) for size in ("7", "15", "16", "31", "32", "63", "64", "auto")},
+    **{
+        f"tree-{size}": ("DDTREE", ("--speculative-ddtree-budget", size))
+        for size in ("7", "15", "16", "31", "32", "63", "64", "auto")
+    },
 }
 
 
@@ -95,6 +98,21 @@ def make_server(label: str, log: Path, pair: ModelPair, flags: list[str], forced
     return Server(log, *pair.arguments(algorithm), *own, *flags, environment=simulation)
 
 
+def forced_lengths(path: Path, labels: list[str]) -> dict[str, str]:
+    """The accept lengths that a file has for these labels, as the servers' variables take them; auto's one a budget."""
+    rows = json.loads(path.read_text())["rows"]
+    found = {row["label"]: str(row["accept_length"]) for row in rows if row["concurrency"] == 1}
+    parts = {label: [label] for label in labels} | {"tree-auto": [f"tree-{budget}" for budget in AUTO_CHOICES]}
+    needed = [part for label in labels for part in parts[label]]
+    missing = [part for part in dict.fromkeys(needed) if part not in found]
+    if missing:
+        raise SystemExit(
+            f"measure_decode: {path}: expected rows of one stream for {','.join(needed)}, got none for "
+            f"{','.join(missing)}; measure a real pair with --labels {','.join(missing)} and add its rows"
+        )
+    return {label: ",".join(found[part] for part in parts[label]) for label in labels}
+
+
 def environment() -> dict[str, str]:
     """When, where and how."""
     import torch
@@ -122,12 +140,8 @@ def main() -> None:
     options = parser.parse_args()
     pair = ModelPair(target=options.pair / "target", draft=options.pair / "draft")
     prompts = [prompt["text"] for prompt in json.loads((DEMO / "prompts.json").read_text())[: options.prompts]]
-    forced = {}
-    if options.accept_lengths:
-        found = json.loads(options.accept_lengths.read_text())["rows"]
-        forced = {row["label"]: str(row["accept_length"]) for row in found if row["concurrency"] == 1}
-        forced["tree-auto"] = ",".join(forced[f"tree-{budget}"] for budget in AUTO_CHOICES)
     labels, concurrencies = options.labels.split(","), [int(number) for number in options.concurrency.split(",")]
+    forced = forced_lengths(options.accept_lengths, labels) if options.accept_lengths else {}
     rows = []
     with contextlib.ExitStack() as stack:
         logs = options.logs or Path(stack.enter_context(tempfile.TemporaryDirectory()))
