@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from serving.launcher import Launcher
-from serving.server import ModelPair, Server, ServerPool
+from serving.pools import ServerPools
+from serving.server import ModelPair, Server
 
 REPO_ROOT = Path(__file__).resolve().parent.parent
 
@@ -64,22 +65,22 @@ def launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
 
 
 @pytest.fixture(scope="session")
-def server_pool(tmp_path_factory: pytest.TempPathFactory, launcher: Launcher) -> Iterator[ServerPool]:
+def server_pools(tmp_path_factory: pytest.TempPathFactory, launcher: Launcher) -> Iterator[ServerPools]:
     """The servers that are alive in this session; they end with it."""
-    pool = ServerPool(tmp_path_factory.mktemp("servers"), launcher if missing_gpu() else None)
-    yield pool
-    pool.close()
+    pools = ServerPools(tmp_path_factory.mktemp("servers"), launcher if missing_gpu() else None)
+    yield pools
+    pools.close()
 
 
 @pytest.fixture(scope="session")
-def serve(server_pool: ServerPool, demo_pair: ModelPair) -> Callable[..., Server]:
+def serve(server_pools: ServerPools, demo_pair: ModelPair) -> Callable[..., Server]:
     """Function that gives a running server of the demo pair: `serve("DDTREE", "--page-size", "16")`.
 
     The first argument is the speculative algorithm, or None for plain decoding; the others are SGLang's. Servers with
-    equal arguments are shared, and at most two are alive: ask again in each test rather than keeping one.
+    equal arguments are shared, and few are alive: ask again in each test rather than keeping one.
     """
 
     def start(algorithm: str | None, *arguments: str, environment: dict[str, str] | None = None) -> Server:
-        return server_pool.get(*demo_pair.arguments(algorithm), *arguments, environment=environment)
+        return server_pools.get(*demo_pair.arguments(algorithm), *arguments, environment=environment)
 
     return start

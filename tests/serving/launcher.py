@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Starts servers as forks of one process that has SGLang imported: three imports are nine tenths of a start.
 
-A server's processes are then forks too, where SGLang spawns them. So the launcher serves tests that ask what a server
-answers; servers with variables of their own, which modules read when they are imported, and those of `scripts/serve` and
-of the image start as a user starts them. With a CUDA device there is no launcher, since its state does not survive a fork.
+A server's processes are then forks too, where SGLang spawns them. So a launcher serves tests that ask what a server
+answers; those of `scripts/serve` and of the image start as a user starts them. Modules read variables when they are
+imported, so servers with variables of their own have a launcher of their own. With a CUDA device there is none, since its
+state does not survive a fork.
 """
 
 from __future__ import annotations
@@ -59,10 +60,12 @@ class Launcher:
 
     Args:
         log: file that receives what the imports write.
+        environment: variables of its servers, on top of the tests' own.
     """
 
-    def __init__(self, log: Path) -> None:
+    def __init__(self, log: Path, environment: dict[str, str] | None = None) -> None:
         self._log = log
+        self._environment = {**os.environ, **(environment or {})}
         self._process: subprocess.Popen[str] | None = None
         self._lock = threading.Lock()
 
@@ -97,7 +100,13 @@ class Launcher:
         command = [sys.executable, "-P", __file__]
         with self._log.open("wb") as log:
             return subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env=self._environment,
+                text=True,
+                start_new_session=True,
             )
 
 
