@@ -56,6 +56,13 @@ class Prometheus:
         assert answer.status_code == 200, answer.text
         return answer.json()["data"]
 
+    def ready(self) -> bool:
+        """Whether it has started; until then it listens at first not at all, and then refuses queries."""
+        try:
+            return requests.get(f"{self.url}/-/ready", timeout=60).status_code == 200
+        except requests.ConnectionError:
+            return False
+
     def query(self, expression: str) -> list[dict[str, Any]]:
         """The series of an expression, now."""
         for name, interval in INTERVALS.items():
@@ -69,10 +76,7 @@ class Prometheus:
         deadline, first = time.monotonic() + 120, None
         while time.monotonic() < deadline:
             assert self.process.poll() is None, self.log.read_text()
-            try:
-                scrapes = self.query("count_over_time(sglang:token_usage[5m])")
-            except requests.ConnectionError:
-                scrapes = []
+            scrapes = self.query("count_over_time(sglang:token_usage[5m])") if self.ready() else []
             if scrapes:
                 count = int(scrapes[0]["value"][1])
                 first = count if first is None else first
