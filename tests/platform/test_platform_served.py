@@ -13,6 +13,7 @@ import pytest
 import requests
 import torch
 
+from serving import soak
 from serving.server import ModelPair, Server
 
 MAX_NEW_TOKENS = 24
@@ -74,7 +75,7 @@ def test_greedy_tokens_are_those_of_transformers(server: Server, reference: list
 
 
 def test_cached_prefix_gives_the_same_tokens(server: Server) -> None:
-    requests.post(f"{server.url}/flush_cache", timeout=60).raise_for_status()
+    soak.settle(server)
     cold, warm = (generate(server, LONG_PROMPT) for _ in range(2))
     num_tokens = cold["meta_info"]["prompt_tokens"]
     assert cold["meta_info"]["cached_tokens"] == 0

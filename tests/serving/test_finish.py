@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import requests
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from serving import soak
 from serving.server import ModelPair, Server, generate, result, stream_generate
 
 WHOLE_TOKENS = 40
@@ -181,7 +181,7 @@ def test_nothing_after_the_end_stays_in_the_prefix_cache(
     """
     server = serve(algorithm)
     for case in cases[3 : 5 * (LAST_OFFSET - FIRST_OFFSET) : 10]:
-        requests.post(f"{server.url}/flush_cache", timeout=60).raise_for_status()
+        soak.settle(server)
         prompt = tokenizer(case.prompt).input_ids
         answer = result(generate(server, prompt, **WHOLE | case.options))
         turn = generate(server, [*prompt, *case.whole, 5], max_new_tokens=1)
