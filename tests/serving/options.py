@@ -13,6 +13,7 @@ import re
 import sys
 import tempfile
 import tomllib
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from sglang.srt.sm120.request_form import OPTIONS
 
 PAGE = HERE / "OPTIONS.md"
 DEMO = HERE.parent / "models" / "demo"
+CONCURRENCY = 8
 WORKS, REFUSED, DIFFERS, INTERNAL = "works", "refused", "differs", "not for clients"
 PATHS = {
     "sampling": "/generate",
@@ -59,7 +61,8 @@ _VOLATILE = {
 class Option:
     """One option of one endpoint.
 
-    ``body`` is a whole request, None for options that are not sent, with ``why``; ``known`` says how a text may differ.
+    ``body`` is a whole request, None for options that are not sent, with ``why``; ``known`` says how a text may differ;
+    ``alone``: it shares no batch.
     """
 
     section: str
@@ -68,6 +71,7 @@ class Option:
     random: bool
     why: str
     known: str
+    alone: bool
 
 
 def read_options() -> list[Option]:
@@ -99,7 +103,15 @@ def _option(section: str, name: str, entry: dict[str, Any]) -> Option:
         )
         body = {"model": "default", "max_tokens": 12, "temperature": 0} | prompt | added
     body = {key: part for key, part in body.items() if key not in entry.get("without", ())}
-    return Option(section, name, None if why else body, bool(entry.get("random")), why, entry.get("known", ""))
+    return Option(
+        section,
+        name,
+        None if why else body,
+        bool(entry.get("random")),
+        why,
+        entry.get("known", ""),
+        bool(entry.get("alone")),
+    )
 
 
 def ask(server: Server, option: Option) -> tuple[int, Any]:
@@ -125,6 +137,17 @@ def outcome(tree: Server, plain: Server, option: Option) -> tuple[str, str]:
         answer, expected = _joined(answer), _joined(expected)
     found, wanted = (_compared(part, option.random) for part in (answer, expected))
     return (WORKS, "") if found == wanted else (DIFFERS, option.known or f"{found} instead of {wanted}"[:200])
+
+
+def outcomes(tree: Server, plain: Server) -> list[tuple[Option, tuple[str, str]]]:
+    """Every option with what becomes of it; several are asked at once, so that they share batches."""
+    options = read_options()
+    with ThreadPoolExecutor(CONCURRENCY) as pool:
+        shared = [None if option.alone else pool.submit(outcome, tree, plain, option) for option in options]
+    return [
+        (option, future.result() if future else outcome(tree, plain, option))
+        for option, future in zip(options, shared, strict=True)
+    ]
 
 
 def _message(answer: Any) -> str:
@@ -154,9 +177,9 @@ def _compared(answer: Any, random: bool) -> Any:
     return None if random or isinstance(answer, float) else answer
 
 
-def render(outcomes: list[tuple[Option, tuple[str, str]]]) -> str:
+def render(found: list[tuple[Option, tuple[str, str]]]) -> str:
     """The page."""
-    counts = {kind: sum(found[0] == kind for _, found in outcomes) for kind in (WORKS, REFUSED, INTERNAL)}
+    counts = {kind: sum(became == kind for _, (became, _) in found) for kind in (WORKS, REFUSED, INTERNAL)}
     lines = [
         "# Request options with DDTREE",
         "",
@@ -169,9 +192,7 @@ def render(outcomes: list[tuple[Option, tuple[str, str]]]) -> str:
     ]
     for section, title in TITLES.items():
         lines += ["", f"## {title}", "", "| option | | why |", "|---|---|---|"]
-        lines += [
-            f"| `{option.name}` | {kind} | {why} |" for option, (kind, why) in outcomes if option.section == section
-        ]
+        lines += [f"| `{option.name}` | {kind} | {why} |" for option, (kind, why) in found if option.section == section]
     return "\n".join(lines) + "\n"
 
 
@@ -181,9 +202,9 @@ def main() -> None:
         tree = Server(Path(folder) / "tree.log", *pair.arguments("DDTREE"))
         plain = Server(Path(folder) / "plain.log", *pair.arguments(None))
         with tree, plain:
-            outcomes = [(option, outcome(tree, plain, option)) for option in read_options()]
-    PAGE.write_text(render(outcomes))
-    for option, (kind, why) in outcomes:
+            found = outcomes(tree, plain)
+    PAGE.write_text(render(found))
+    for option, (kind, why) in found:
         if kind == DIFFERS:
             print(f"{option.section} {option.name}: {why}", file=sys.stderr)
 

@@ -20,7 +20,7 @@ def test_every_option_is_listed(section: str) -> None:
 @pytest.mark.scenario("BUG-037")
 def test_the_page_is_what_the_server_does(serve: Callable[..., Server]) -> None:
     tree, plain = serve("DDTREE"), serve(None)
-    outcomes = [(option, options.outcome(tree, plain, option)) for option in options.read_options()]
-    differing = [(option, why) for option, (kind, why) in outcomes if kind == options.DIFFERS and not option.known]
+    found = options.outcomes(tree, plain)
+    differing = [(option, why) for option, (kind, why) in found if kind == options.DIFFERS and not option.known]
     assert differing == []
-    assert options.render(outcomes) == options.PAGE.read_text(), "run tests/serving/options.py"
+    assert options.render(found) == options.PAGE.read_text(), "run tests/serving/options.py"
