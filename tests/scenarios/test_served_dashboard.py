@@ -26,7 +26,7 @@ SCRAPE = "2s"  # and as long for an answer, on a machine that is busy
 INTERVALS = {"$__rate_interval": "1m", "$__range": "5m"}
 # Needs a card, on which the kernel and Triton are compared.
 WITHOUT_DATA = {"Validate mode"}
-BUDGET, DEPTH = 16, 7  # the default, and the demo drafter's blocks of 8
+BUDGET, DEPTH = 15, 7  # the default, and the demo drafter's blocks of 8
 Serve = Callable[..., Server]
 
 
