@@ -7,6 +7,7 @@ import contextlib
 import http.client
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -220,10 +221,16 @@ class ServerPool:
 
 
 def free_port() -> int:
-    """A loopback TCP port that the system has just found free."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A loopback TCP port that is free, below those that the system gives to whoever asks for any.
+
+    One of these might be given away before the server listens.
+    """
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    for port in random.SystemRandom().sample(range(first // 2, first), 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise OSError(f"free port: expected one from {first // 2} to {first - 1}, got none of 100; end what listens there")
 
 
 def exchange(url: str, body: bytes | None = None, timeout: float = 60.0) -> tuple[int, bytes]:
