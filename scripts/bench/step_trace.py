@@ -13,7 +13,7 @@ from typing import Any
 LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx", "cudaGraphLaunch")
 COPIES = ("cudaMemcpyAsync", "cudaMemsetAsync")
 WAITS = ("cudaEventSynchronize", "cudaStreamSynchronize", "cudaDeviceSynchronize")
-NUM_NAMES = 12
+NUM_NAMES = 40
 HOST, DEVICE = ("cuda_runtime", "cuda_driver"), ("kernel", "gpu_memcpy", "gpu_memset")
 
 
