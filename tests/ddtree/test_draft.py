@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From hidden states to trees: the LM head's own vocabulary, and one reading of its weight for the whole batch."""
+"""From hidden states to trees: the LM head's own vocabulary, whole or in shards, read once for the whole batch."""
 
 from __future__ import annotations
 
@@ -62,6 +62,49 @@ def test_trees_follow_the_head(batch_size: int) -> None:
         ordered, tokens = log_probs.sort(-1, descending=True)
         nodes = oracle.best_first(ordered.float().numpy(), BUDGET)
         expected = [int(roots[request])] + [int(tokens[node.depth - 1, node.rank]) for node in nodes[1:]]
+        assert buffers.token_ids[request].tolist() == expected
+        assert buffers.parents[request].tolist() == [node.parent for node in nodes]
+
+
+class Group:
+    """The tensor-parallel group of one rank: what the others give to a gathering is made of their logits by sorting."""
+
+    def __init__(self, rank: int, shards: list[torch.Tensor], num_ranks: int) -> None:
+        self.world_size, self._rank = len(shards), rank
+        self._parts: list[list[torch.Tensor]] = [[], [], []]
+        first = 0
+        for logits in shards:
+            best = logits.sort(dim=-1, descending=True, stable=True)
+            parts = best.values[..., :num_ranks], best.indices[..., :num_ranks] + first, logits.logsumexp(-1)
+            for gathered, part in zip(self._parts, parts, strict=True):
+                gathered.append(part)
+            first += logits.shape[-1]
+
+    def all_gather(self, part: torch.Tensor, dim: int) -> torch.Tensor:
+        parts = self._parts.pop(0)
+        parts[self._rank] = part.squeeze(dim)
+        return torch.stack(parts, dim)
+
+
+@pytest.mark.parametrize(("budget", "num_ranks"), [(1, 1), (3, 1), (8, 6), (16, 14)])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_shards_give_the_trees_of_the_whole(budget: int, num_ranks: int, rank: int) -> None:
+    """From no more tokens a shard than a tree can use, here one for each node that is not on the spine, and one."""
+    generator = torch.Generator().manual_seed(budget)
+    hidden = torch.randn((2 * BLOCK, HIDDEN), generator=generator)
+    weight = torch.randn((TOKENS, HIDDEN), generator=generator)
+    logits = hidden.view(2, BLOCK, HIDDEN)[:, 1:] @ weight.T
+    group = Group(rank, [logits[..., :24], logits[..., 24:]], num_ranks)
+    own = (weight[:24], weight[24:])[rank]
+    indices = SimpleNamespace(num_org_elements=len(own), org_vocab_start_index=24 * rank)
+    head = SimpleNamespace(weight=torch.cat([own, own[:3] * 100]), shard_indices=indices)
+    buffers = TreeBuffers.allocate(2, budget, BLOCK - 1, "cpu")
+    TreeDrafter(head, group, BLOCK, budget).build(hidden, torch.tensor([3, 4]), torch.tensor([50, 60]), buffers)
+
+    log_probs, tokens = logits.log_softmax(-1).sort(-1, descending=True)
+    for request in range(2):
+        nodes = oracle.best_first(log_probs[request].numpy(), budget)
+        expected = [3 + request] + [int(tokens[request, node.depth - 1, node.rank]) for node in nodes[1:]]
         assert buffers.token_ids[request].tolist() == expected
         assert buffers.parents[request].tolist() == [node.parent for node in nodes]
 

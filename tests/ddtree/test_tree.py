@@ -9,7 +9,15 @@ from pathlib import Path
 import oracle
 import pytest
 import torch
-from ddtree_tree import TreeBuffers, build_tree, draft_log_probs, local_top_k, merge_vocab_shards, tree_links
+from ddtree_tree import (
+    TreeBuffers,
+    build_tree,
+    draft_log_probs,
+    local_top_k,
+    merge_vocab_shards,
+    ranks_needed,
+    tree_links,
+)
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -75,6 +83,30 @@ def test_tree_equals_the_heap_node_for_node(
         assert buffers.depths[b].tolist() == [node.depth for node in nodes] + [0] * padding
         assert buffers.token_ids[b].tolist() == tokens + [0] * padding
         assert buffers.positions[b].tolist() == [40 + 10 * b + node.depth for node in nodes] + [40 + 10 * b] * padding
+
+
+@PROPERTY
+@given(**{name: values for name, values in SHAPES.items() if name not in ("num_ranks", "extra_rows")})
+@example(budget=64, max_depth=7, kind="flat", seed=0)
+@example(budget=3, max_depth=7, kind="nan", seed=0)
+def test_ranks_that_no_tree_needs_change_nothing(budget: int, max_depth: int, kind: str, seed: int) -> None:
+    log_probs, token_ids = marginals(2, max_depth, budget + 2, kind, seed)
+    needed = ranks_needed(budget, max_depth)
+    buffers = build(log_probs[..., :needed], token_ids[..., :needed], budget)
+    for b in range(2):
+        nodes = oracle.best_first(log_probs[b].numpy(), budget)
+        tokens = [7 + b] + [int(token_ids[b, node.depth - 1, node.rank]) for node in nodes[1:]]
+        assert buffers.token_ids[b, : len(nodes)].tolist() == tokens
+        assert buffers.parents[b].tolist() == [node.parent for node in nodes] + [-1] * (budget + 1 - len(nodes))
+
+
+@pytest.mark.parametrize(("budget", "max_depth", "needed"), [(15, 7, 9), (64, 15, 50), (7, 7, 1), (5, 7, 1), (1, 1, 1)])
+def test_the_last_rank_can_be_needed(budget: int, max_depth: int, needed: int) -> None:
+    # Off the first depth nothing but the spine is worth anything, so that all other nodes are siblings at depth 1.
+    log_probs = torch.zeros(1, max_depth, budget + 2).log_softmax(-1)
+    log_probs[:, 1:] -= 50.0
+    nodes = oracle.best_first(log_probs[0].numpy(), budget)
+    assert max(node.rank for node in nodes[1:]) + 1 == needed == ranks_needed(budget, max_depth)
 
 
 @PROPERTY

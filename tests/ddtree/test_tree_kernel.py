@@ -17,7 +17,7 @@ import triton
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "sglang/python/sglang/srt/speculative"), str(Path(__file__).parent)]
 
-from ddtree_tree import TreeBuffers, build_tree
+from ddtree_tree import TreeBuffers, build_tree, ranks_needed
 from test_tree import marginals
 
 FIELDS = ("token_ids", "positions", "parents", "depths", "num_nodes", "scores", "mask")
@@ -56,14 +56,16 @@ def check(kernel: ModuleType, shape: tuple[int, int, int, int], kind: str, seed:
     bs = len(log_probs)
     roots = torch.arange(2 * bs).view(bs, 2)  # columns of a block are strided
     committed = torch.arange(bs) * 10 + 40
-    built = poisoned(bs, shape, device)
     arguments = (log_probs, token_ids, roots[:, 1], committed)
-    kernel.build_tree_on_device(*(tensor.to(device) for tensor in arguments), built)
-    budget, depth, _, extra = shape
+    budget, depth, num_ranks, extra = shape
     expected = TreeBuffers.allocate(bs, budget, depth, "cpu", width=budget + 1 + extra)
     build_tree(*arguments, expected)
-    for name in FIELDS:
-        assert torch.equal(getattr(built, name).cpu(), getattr(expected, name)), name
+    for ranks in {num_ranks, min(num_ranks, ranks_needed(budget, depth))}:  # all, and those that the drafter gives
+        built = poisoned(bs, shape, device)
+        given = (log_probs[..., :ranks].contiguous(), token_ids[..., :ranks].contiguous(), *arguments[2:])
+        kernel.build_tree_on_device(*(tensor.to(device) for tensor in given), built)
+        for name in FIELDS:
+            assert torch.equal(getattr(built, name).cpu(), getattr(expected, name)), (name, ranks)
 
 
 @pytest.mark.parametrize("what", ["interpret", "compile"])

@@ -8,7 +8,14 @@ from typing import Any
 import torch
 
 from sglang.srt.sm120.startup import StartupError
-from sglang.srt.speculative.ddtree_tree import TreeBuffers, build_tree, draft_log_probs, local_top_k, merge_vocab_shards
+from sglang.srt.speculative.ddtree_tree import (
+    TreeBuffers,
+    build_tree,
+    draft_log_probs,
+    local_top_k,
+    merge_vocab_shards,
+    ranks_needed,
+)
 
 
 class TreeDrafter:
@@ -39,7 +46,7 @@ class TreeDrafter:
         self._weight = weight
         self._tp_group = tp_group if tp_group.world_size > 1 else None
         self._block_size = block_size
-        self._budget = budget
+        self._num_ranks = ranks_needed(budget, block_size - 1)
 
     def build(self, hidden: torch.Tensor, roots: torch.Tensor, committed: torch.Tensor, buffers: TreeBuffers) -> None:
         """Write one tree per request into `buffers`.
@@ -58,8 +65,8 @@ class TreeDrafter:
         build_tree(log_probs, token_ids, roots, committed, buffers)
 
     def _best_tokens(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The `budget` likeliest tokens of each depth over the whole vocabulary, with their log-probabilities."""
+        """The likeliest tokens of each depth that a tree can use, over the whole vocabulary: log-probabilities and ids."""
         if self._tp_group is None:
-            return draft_log_probs(logits, self._budget)
-        shard = local_top_k(logits, self._budget, self._first_token, self._num_tokens)
+            return draft_log_probs(logits, self._num_ranks)
+        shard = local_top_k(logits, self._num_ranks, self._first_token, self._num_tokens)
         return merge_vocab_shards(*(self._tp_group.all_gather(part.unsqueeze(0), dim=0) for part in shard))

@@ -168,6 +168,14 @@ def _check_shapes(
             raise ValueError(f"draft tree: {name} must be {list(shape)}, got {list(tensor.shape)}")
 
 
+def ranks_needed(budget: int, max_depth: int) -> int:
+    """Tokens of each depth that a tree of `budget` nodes can take up: the spine's, and one for each other node.
+
+    `_select_nodes` has the reason. Further ranks in `build_tree` change nothing.
+    """
+    return budget - min(max_depth, budget) + 1
+
+
 def _select_nodes(
     log_probs: torch.Tensor, token_ids: torch.Tensor, budget: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -179,7 +187,7 @@ def _select_nodes(
     """
     bs, max_depth, max_rank = log_probs.shape
     num_depths = min(max_depth, budget)
-    beam = budget - num_depths + 1
+    beam = ranks_needed(budget, max_depth)
     num_ranks = min(max_rank, beam)
 
     scores = log_probs.new_zeros((bs, 1))
