@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sglang.srt.sm120.startup import StartupError
 from sglang.srt.speculative.ddtree_draft import TreeDrafter
-from sglang.srt.speculative.ddtree_tree import TreeBuffers
+from sglang.srt.speculative.ddtree_tree import TreeBuffers, pack_shard, unpack_shards
 
 ALONE = SimpleNamespace(world_size=1)
 BLOCK, BUDGET, HIDDEN, TOKENS, ROWS = 4, 6, 16, 40, 48  # rows of the head from TOKENS on are padding
@@ -71,19 +71,30 @@ class Group:
 
     def __init__(self, rank: int, shards: list[torch.Tensor], num_ranks: int) -> None:
         self.world_size, self._rank = len(shards), rank
-        self._parts: list[list[torch.Tensor]] = [[], [], []]
+        self.gatherings = 0
+        self._messages: list[torch.Tensor] = []
         first = 0
         for logits in shards:
             best = logits.sort(dim=-1, descending=True, stable=True)
-            parts = best.values[..., :num_ranks], best.indices[..., :num_ranks] + first, logits.logsumexp(-1)
-            for gathered, part in zip(self._parts, parts, strict=True):
-                gathered.append(part)
+            values, token_ids = best.values[..., :num_ranks], best.indices[..., :num_ranks] + first
+            self._messages.append(pack_shard(values, token_ids, logits.logsumexp(-1)))
             first += logits.shape[-1]
 
-    def all_gather(self, part: torch.Tensor, dim: int) -> torch.Tensor:
-        parts = self._parts.pop(0)
-        parts[self._rank] = part.squeeze(dim)
-        return torch.stack(parts, dim)
+    def all_gather(self, message: torch.Tensor, dim: int) -> torch.Tensor:
+        self.gatherings += 1
+        self._messages[self._rank] = message.squeeze(dim)
+        return torch.stack(self._messages, dim)
+
+
+def test_a_shard_travels_unchanged() -> None:
+    """Ids are no numbers on the way: small ones would be subnormal, some large ones NaN."""
+    token_ids = torch.tensor([[0, 1, 163_839], [2**23, 2**31 - 1, 0x7FC00001]])
+    values, log_sums = torch.tensor([[3.0, -0.0, -torch.inf], [1e-40, 2.0, 1.0]]), torch.tensor([4.0, torch.nan])
+    gathered = torch.stack([pack_shard(values, token_ids, log_sums)] * 2)
+    found = unpack_shards(gathered)
+    assert torch.equal(found[1], token_ids.expand(2, -1, -1)) and found[1].dtype == torch.int64
+    for part, expected in ((found[0], values), (found[2], log_sums)):
+        assert torch.equal(part.contiguous().view(torch.int32), torch.stack([expected] * 2).view(torch.int32))
 
 
 @pytest.mark.parametrize(("budget", "num_ranks"), [(1, 1), (3, 1), (8, 6), (16, 14)])
@@ -100,6 +111,7 @@ def test_shards_give_the_trees_of_the_whole(budget: int, num_ranks: int, rank: i
     head = SimpleNamespace(weight=torch.cat([own, own[:3] * 100]), shard_indices=indices)
     buffers = TreeBuffers.allocate(2, budget, BLOCK - 1, "cpu")
     TreeDrafter(head, group, BLOCK, budget).build(hidden, torch.tensor([3, 4]), torch.tensor([50, 60]), buffers)
+    assert group.gatherings == 1
 
     log_probs, tokens = logits.log_softmax(-1).sort(-1, descending=True)
     for request in range(2):

@@ -14,7 +14,9 @@ from sglang.srt.speculative.ddtree_tree import (
     draft_log_probs,
     local_top_k,
     merge_vocab_shards,
+    pack_shard,
     ranks_needed,
+    unpack_shards,
 )
 
 
@@ -69,4 +71,4 @@ class TreeDrafter:
         if self._tp_group is None:
             return draft_log_probs(logits, self._num_ranks)
         shard = local_top_k(logits, self._num_ranks, self._first_token, self._num_tokens)
-        return merge_vocab_shards(*(self._tp_group.all_gather(part.unsqueeze(0), dim=0) for part in shard))
+        return merge_vocab_shards(*unpack_shards(self._tp_group.all_gather(pack_shard(*shard).unsqueeze(0), dim=0)))

@@ -299,6 +299,18 @@ def local_top_k(
     return values, token_ids, log_sum
 
 
+def pack_shard(values: torch.Tensor, token_ids: torch.Tensor, log_sums: torch.Tensor) -> torch.Tensor:
+    """What `local_top_k` gave, as fp32 [..., 2 k + 1]: one message to the other ranks. Ids travel as the bits of int32."""
+    return torch.cat([values, token_ids.int().view(torch.float32), log_sums[..., None]], -1)
+
+
+def unpack_shards(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Values, ids and log-sum-exps of gathered messages fp32 [R, ..., 2 k + 1], as `merge_vocab_shards` takes them."""
+    k = packed.shape[-1] // 2
+    values, token_ids, log_sums = packed.split([k, k, 1], dim=-1)
+    return values, token_ids.contiguous().view(torch.int32).long(), log_sums.squeeze(-1)
+
+
 def merge_vocab_shards(
     values: torch.Tensor, token_ids: torch.Tensor, log_sums: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
