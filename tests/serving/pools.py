@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 
 from serving.launcher import Launcher
@@ -21,35 +22,27 @@ class ServerPools:
         self._folder = folder
         self._launcher = launcher
         self._common = ServerPool(folder / "common", launcher)
-        self._variables: dict[str, str] = {}
-        self._own: tuple[Launcher, ServerPool] | None = None
-        self._num_launchers = 0
+        self._own: tuple[dict[str, str], Launcher, ServerPool] | None = None
 
     def get(self, *arguments: str, environment: dict[str, str] | None = None) -> Server:
         """A running server with these arguments and variables: one that is alive already, or a new one."""
         if self._launcher is None or not environment:
             return self._common.get(*arguments, environment=environment)
-        if self._own is None or environment != self._variables:
+        if self._own is None or environment != self._own[0]:
             self._end_own()
-            self._variables = dict(environment)
-            self._own = self._launch()
-        return self._own[1].get(*arguments)
+            folder = Path(tempfile.mkdtemp(dir=self._folder))
+            launcher = Launcher(folder / "launcher.log", environment)
+            self._own = dict(environment), launcher, ServerPool(folder, launcher, limit=1)
+        return self._own[2].get(*arguments)
 
     def close(self) -> None:
         """Ends every server."""
         self._end_own()
         self._common.close()
 
-    def _launch(self) -> tuple[Launcher, ServerPool]:
-        self._num_launchers += 1
-        folder = self._folder / f"own-{self._num_launchers}"
-        folder.mkdir()
-        launcher = Launcher(folder / "launcher.log", self._variables)
-        return launcher, ServerPool(folder, launcher, limit=1)
-
     def _end_own(self) -> None:
         if self._own is not None:
-            launcher, pool = self._own
+            _, launcher, pool = self._own
             pool.close()
             launcher.close()
             self._own = None
