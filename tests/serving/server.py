@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 # A model of 61 layers takes four minutes on a card for which nothing is compiled yet.
 START_TIMEOUT_SECONDS = 600.0
+REFUSAL_TIMEOUT_SECONDS = 240.0
 STOP_TIMEOUT_SECONDS = 30.0
 LOG_TAIL_LINES = 60
 
@@ -107,7 +108,7 @@ class Server:
             self.stop()
             raise
 
-    def run_to_exit(self, timeout: float = START_TIMEOUT_SECONDS) -> int:
+    def run_to_exit(self, timeout: float = REFUSAL_TIMEOUT_SECONDS) -> int:
         """Starts a server that is expected to refuse, and returns its exit status; the output is in `log`."""
         self._spawn()
         assert self._process is not None
